@@ -344,7 +344,7 @@ class ParallelModel(nn.Module):
         self._need_gradients("optimizer.step()", parameters)
 
     def finish_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Publishes parameters that an optimizer stepped."""
+        """Makes the stages compute with the values that an optimizer wrote to `parameters`."""
         self._stepped.update(parameters)
         self._engine.publish()
 

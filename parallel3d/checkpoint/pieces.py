@@ -97,7 +97,7 @@ def read_own_part(folder: Path, saved: SavedTensor, tensor: Tensor) -> None:
 
 
 def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: Tensor) -> None:
-    """Fills `target` with the box of a saved tensor that starts at `offsets`.
+    """Reads the region of a saved tensor that starts at `offsets` into `target`.
 
     Raises:
         DamagedCheckpointError: A file cannot be read.

@@ -71,11 +71,13 @@ class Saver(AbstractContextManager["Saver"]):
         is_last: bool,
         then: Callable[[dist.ProcessGroup | None], str] | None = None,
     ) -> None:
-        """Saves a checkpoint, or starts to in the background, after the previous save. Collective.
+        """Saves a checkpoint, after waiting for the previous save. Collective.
 
-        The last save of a run waits until it is complete. `then` is called on all ranks after the
-        commit, with the process group to use, and returns a line to print. Raises SaveError on all
-        ranks if the save failed, unless `checkpoint.on_error` is "warn".
+        With `checkpoint.in_background`, it returns once the tensors are copied, except for the last
+        save, which is awaited. `then` is called on all ranks after the commit, with the process
+        group to use, and returns a line to print. Raises the SaveError of this or the previous save
+        on all ranks. With `checkpoint.on_error` "warn", only the last save and one that exceeds
+        `grace_s` raise. Other failures are printed.
         """
         before = self._under_way
         if before is not None and not before.end.is_set():

@@ -575,7 +575,7 @@ class CheckpointConfig:
     # Checkpoint to resume. none: start a new run. auto: the newest complete one in run_dir. Else
     # the path of a checkpoint.
     resume: Text = "none"
-    # Allow a resume if the training data differs from that of the checkpoint.
+    # Allow resuming even if the training data differs from that of the checkpoint.
     allow_other_data: bool = False
     # Initial weights of a new run: the path of a checkpoint, of a run's folder, or of a folder in
     # Hugging Face format. None: random weights.

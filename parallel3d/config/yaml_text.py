@@ -102,8 +102,8 @@ def read_short(path: Path, kind: str, most: int = _LARGEST_FILE_BYTES) -> bytes:
 
 
 def plain_name(name: object) -> str:
-    """Returns the name of a file in the same folder, as read from another file. Raises ValueError
-    if it is a path, which could point anywhere."""
+    """Checks that `name`, by which one file refers to another in the same folder, is a bare file
+    name, and returns it. Raises ValueError for a path, which could point anywhere."""
     if (
         not isinstance(name, str)
         or not name.isprintable()

@@ -119,8 +119,8 @@ class PipelineRuntime:
             recorder: Records the start and end of each action.
             keywords: `keywords[m]` goes to every stage as keyword arguments. Must be equal on all
                 ranks.
-            schedule: Schedule for another number of microbatches, with the same placement of
-                stages. `run` does not check it. Default: the runtime's own.
+            schedule: Schedule with a different number of microbatches and the same placement of
+                stages. `run` does not call `check_schedule`. Default: the runtime's own.
 
         Returns:
             Sum of the losses of all microbatches, float64, on the rank of the last stage. 0
@@ -229,8 +229,9 @@ class PipelineRuntime:
         """Executes each kind of action of this rank's stages once, without other pipeline ranks.
 
         This loads, compiles and tunes kernels and connects the groups of tensor and data
-        parallelism before any receive is outstanding. It restores parameters, gradients, buffers
-        and random generators. Stages with `drop_gradients` must not hold gradients before.
+        parallelism before any receive is outstanding. It does not change parameters, and it
+        restores gradients, buffers and random generators. Gradients of a stage with
+        `drop_gradients` are discarded, so such a stage must not hold gradients yet.
         """
         schedule = schedule.first_of_each_kind(self.links.rank)
         transport = WarmupTransport(self.links, schedule, crossings)

@@ -98,13 +98,17 @@ class ShardedData:
         self.clear_gradients()
 
     def publish(self) -> None:
-        """Makes the model compute with the new values. Call it after the optimizer step."""
+        """Starts to copy the values that the optimizer wrote into the parameters of the model.
+
+        It all-gathers them across ranks and casts master copies. Call it after the optimizer step.
+        The forward pass waits for it.
+        """
 
     def finish_publish(self) -> None:
         """Completes `publish`. Call it before reading parameters without a forward pass."""
 
     def free_gathered(self) -> None:
-        """Frees parameters that a forward pass without a backward pass left gathered."""
+        """Reshards parameters that a forward pass without a backward pass left unsharded."""
 
 
 @dataclass(frozen=True)

@@ -130,9 +130,9 @@ class Reduction:
 
 
 def joined_axis(mesh: DeviceMesh, names: Sequence[str], description: str) -> Axis:
-    """Joins axes of a mesh into one, the last innermost.
+    """Flattens axes of a mesh into one. The last varies fastest.
 
-    All ranks must call it, because it may create a group.
+    All ranks must call it, because it may create a process group.
     """
     axes = axes_of(mesh)
     larger = tuple(name for name in names if axes.get(name, ONE_RANK).size > 1)

@@ -13,7 +13,8 @@ _SHARE_OF_GPU = 1 / 32
 def chunk_bytes(gpu_bytes: float | None) -> int:
     """Returns the size in bytes of one chunk of float32 logits. `gpu_bytes` is None on CPU.
 
-    On a GPU it is the largest power of two up to 1/32 of the memory, for example 2 GiB of 80 GB.
+    On a GPU it is the largest power of two up to 1/32 of the memory, but at least 512 MiB and at
+    most 4 GiB: for example, 2 GiB for 80 GB.
     Matmuls must be wide there, because each adds to a gradient of the full table. A power of two is
     robust against small differences in memory between the planned and the real device.
     """

@@ -25,7 +25,7 @@ class StepResult:
         tokens: Target tokens, that is, non-ignored labels.
         factor: Gradients times `factor` are those of the mean loss over the target tokens.
         own_norm: Gradient norm that this rank's replica clips by.
-        is_asked_to_stop: True if a rank received SIGTERM.
+        is_asked_to_stop: True if a rank has a request to stop or save.
         lr: Learning rate.
         loss_scale: Loss scale, or None without float16.
         left_out: Reason why the optimizer skipped the step, or None.
@@ -60,7 +60,7 @@ class StepTotals(NamedTuple):
     grad_norm: Tensor
     tokens: Tensor
     votes: (
-        Tensor  # Number of ranks that received SIGTERM. With local SGD, the mean over the replicas.
+        Tensor  # Number of ranks with a request to stop or save. Local SGD: mean over the replicas.
     )
     refusals: Tensor  # Below 0 if any rank read an id beyond the vocabulary.
 

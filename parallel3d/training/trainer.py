@@ -160,8 +160,8 @@ class Trainer:
             recorder: Records the start and end of each action of the schedule.
             observe: Called with each parameter when its gradient is complete, before scaling and
                 clipping.
-            is_asked_to_stop: True if this rank received SIGTERM. Summed over the mesh, so that all
-                ranks stop after the same step.
+            is_asked_to_stop: True if this rank has a request to stop or save. Summed over the
+                mesh, so that all ranks stop after the same step.
 
         Returns:
             Loss, gradient norm, learning rate and more, equal on all ranks.

@@ -184,7 +184,7 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def own_layers(size: StepSize, tp: DeviceMesh | None, weights: dict[str, Tensor]) -> nn.Module:
-    """Returns the same block in parallel3d's layers."""
+    """Returns the block built from parallel3d's layers, with the values of `weights`."""
     block = cut(Llama(size.model, tp=tp), _MIDDLE)
     set_fused_gradients(block, True)
     with torch.no_grad():

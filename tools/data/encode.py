@@ -1,4 +1,4 @@
-"""Encodes a piece of the inputs to a file. A kill loses only the pieces in progress."""
+"""Encodes a piece of the inputs to a file. A killed process loses only the pieces in progress."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class RunComparison:
 
     @property
     def other_device(self) -> str | None:
-        """Reason to believe that the run was on another device than the given one, or None.
+        """Reason to believe that the run used a different device from the given one, or None.
 
         The trainer computes MFU from the peak in the hardware file of the CUDA device. Metrics
         therefore reveal that peak.

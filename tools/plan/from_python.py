@@ -13,7 +13,7 @@ from parallel3d.tools.plan.recommend import make_plan
 
 
 def plan(**options: Any) -> Plan:
-    """Plans the layout of a run like `parallel3d-plan`. The repr of the result is its report.
+    """Plans the layout of a run, as the command `parallel3d-plan` does. `repr` gives the report.
 
     Args:
         options: Options of the command with `_` instead of `-`. Flags are True. `fix` and `why`
@@ -21,7 +21,7 @@ def plan(**options: Any) -> Plan:
 
     Returns:
         Plan: `best.parallel` is the `ParallelConfig` of the best layout, `best` is None if no
-            layout fits, and `result.strategies` has all layouts, best first.
+            layout fits, and `result.strategies` has at most `top` (default 10) layouts, best first.
 
     Raises:
         ConfigError: An option is unknown, missing or not valid.

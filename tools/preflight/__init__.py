@@ -1,2 +1,2 @@
-"""`parallel3d-launch check`: hardware, software and speed of the nodes of a recipe, before its
-first step."""
+"""`parallel3d-launch check`: checks hardware, software and speed of the nodes before a recipe is
+trained on them."""

@@ -1,5 +1,4 @@
-"""Private parts of torch for the dry run and tests: tensors without memory, and a process group
-without processes."""
+"""Private APIs of torch used by the dry run and tests: fake tensors, and a fake process group."""
 
 from __future__ import annotations
 

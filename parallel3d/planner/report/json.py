@@ -161,8 +161,8 @@ def request_tree(request: PlanRequest) -> dict[str, Any]:
 
 
 def strategy_tree(found: Strategy, tokens: float | None = None) -> dict[str, Any]:
-    """Returns a strategy with the range of each value, and the run length if the tokens are
-    known."""
+    """Returns a strategy as a JSON tree. `ranges` has those of memory, speed and, if `tokens` is
+    given, run length."""
     request = found.request
     memory = found.memory
     cost = found.cost

@@ -38,12 +38,13 @@ def search(
 ) -> PlanResult:
     """Searches for the best layouts, one for each tp x pp.
 
-    All other fields can be changed later without splitting the model in another way. If the request
-    fixes tp and pp, layouts may differ in any field.
+    Layouts with the same tp and pp split the model in the same way, so only the best of them is
+    returned. If all have the same tp and pp, the best for each combination of dp_shard, microbatch
+    size and recompute is returned.
 
     Args:
         request: Model, cluster and constraints.
-        top: Number of layouts.
+        top: Maximum number of layouts.
         objective: "throughput" or "memory".
 
     Raises:
@@ -96,7 +97,7 @@ def one_that_fits(request: PlanRequest) -> Strategy | None:
 
 
 def best_or_rule(request: PlanRequest) -> PlanResult | str:
-    """Returns the best layout, or the rule that the request breaks."""
+    """Returns the result of `search` with at most one layout, or its error message."""
     try:
         return search(request, top=1)
     except ConfigError as error:
@@ -178,7 +179,8 @@ def _best_by_closed_form(
 def _simulate(request: PlanRequest, candidates: list[Candidate]) -> list[Strategy]:
     """Simulates the schedules of candidates and returns the best of each tp x pp, best first.
 
-    If there is only one tp x pp, it returns the best of each data-parallel layout.
+    If there is only one tp x pp, it returns the best for each combination of dp_shard, microbatch
+    size and recompute.
     """
     exact: dict[Candidate, Strategy] = {}
     for each in candidates:
