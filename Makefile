@@ -45,7 +45,8 @@ test-torch-%: # all tests on another torch, such as test-torch-2.12.1, in a new 
 	@.venv-torch-$*/bin/python -m pytest $(IN_TWO)
 
 docs: $(INSTALLED_DOCS) ## build the documentation site in build/docs
-	@echo "==> sphinx"
+	@echo "==> docs/generate.py, sphinx"
+	@$(RUN)/python docs/generate.py
 	@$(RUN)/python -m sphinx --quiet --fail-on-warning --keep-going docs build/docs
 	@echo "build/docs/index.html"
 

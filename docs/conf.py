@@ -9,7 +9,7 @@ import generate
 
 import parallel3d
 
-generate.write_all()
+generate.write_reference()
 
 project, version = "parallel3d", parallel3d.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]

@@ -1,5 +1,7 @@
-"""Writes the generated part of the reference into docs/reference/generated/: the keys of a recipe,
-the commands and the public names. `make docs` calls it before it builds the site.
+"""Generates the reference of recipe keys, commands and public names in docs/reference/generated/.
+
+Sphinx calls it through conf.py. Run as a script, as `make docs` does, it updates the table of
+packages in CONTRIBUTING.md.
 """
 
 from __future__ import annotations
@@ -51,12 +53,16 @@ API_SECTIONS = {  # title of the section for the names of each package
 }
 
 
-def write_all() -> None:
-    """Writes every generated page."""
+def write_reference() -> None:
+    """Writes the generated parts of the reference."""
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / "config.md").write_text(config_page())
     (FOLDER / "commands.md").write_text(commands_page())
     (FOLDER / "api.md").write_text(api_page())
+
+
+def update_packages() -> None:
+    """Updates the table of packages in CONTRIBUTING.md."""
     guide = DOCS.parent / "CONTRIBUTING.md"
     before, start, rest = guide.read_text().partition("<!-- packages -->\n")
     _, end, after = rest.partition("<!-- end of packages -->")
@@ -108,7 +114,9 @@ def definition(key: str, value: dict[str, Any], is_optional: bool, comment: str)
     if not is_optional:
         said = "required"
     facts = ", ".join(fact for fact in (kind_of(value), said) if fact)
-    return [f"`{key}` ({facts})", f": {sentence(comment) or 'See the section above.'}", ""]
+    if not comment:
+        raise ValueError(f"{key}: has no comment in config/recipe.py, from which the site takes it")
+    return [f"`{key}` ({facts})", f": {sentence(comment)}", ""]
 
 
 def kind_of(value: dict[str, Any]) -> str:
@@ -238,4 +246,4 @@ def packages_table() -> str:
 
 
 if __name__ == "__main__":
-    write_all()
+    update_packages()
