@@ -36,7 +36,7 @@ from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions:
-    """Options of an attention layer other than its numbers of heads. The defaults match Llama.
+    """Options of an attention layer, except its numbers of heads. The defaults match Llama.
 
     Args:
         head_dim: Size of each head. Default: hidden / heads.
@@ -136,7 +136,7 @@ class ParallelAttention(ParallelModule):
             self.q_norm = norm()
             self.k_norm = norm()
         self.dropout: Dropout | None = None
-        # Applied to attention weights [batch, heads, queries, keys], whose heads are split.
+        # Applied to the attention weights [batch, heads, queries, keys], which tp splits by heads.
         if options.dropout:
             self.dropout = Dropout(options.dropout, name=options.name, tp=self.tp, split_dim=1)
 
@@ -213,7 +213,7 @@ class ParallelAttention(ParallelModule):
         seq = q.shape[1]
         dropout = self.dropout if self.training else None
         if window is not None and window >= seq:
-            window = None  # Such a window hides nothing and needs no mask.
+            window = None  # A window this long hides nothing, so no mask is needed.
         kernel = kernel_of(
             q,
             k,

@@ -33,7 +33,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 def outside_graph(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function. Under `torch.compile` this causes a graph break."""
+    """Calls a function outside of a compiled graph. Under `torch.compile` this causes a graph
+    break.
+    """
     if is_compiling():
         function = torch.compiler.disable(function)
     return function(*args)
@@ -135,7 +137,8 @@ def all_reduce_over(axes: Mapping[str, Axis], x: Tensor) -> Tensor:
 
 
 def _start_exchange(x: Tensor, axis: Axis) -> Callable[[], list[Tensor]] | None:
-    """Starts a transfer through shared memory. Call the result to get the tensors of all ranks.
+    """Starts an exchange through shared memory. The result is a function that waits and returns the
+    tensors of all ranks.
 
     Returns None if the tensor must go through the backend.
     """

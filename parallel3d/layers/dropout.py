@@ -51,7 +51,7 @@ def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
 class Dropout(nn.Module):
     """Zeroes elements with probability p and scales the others by 1 / (1 - p) during training.
 
-    It needs no communication. The forward pass takes x [batch, ..., rows, columns] and `key`
+    Nothing is sent between ranks. The forward pass takes x [batch, ..., rows, columns] and `key`
     [batch] from `dropout_key`. Move the keys of a step to the GPU in one copy.
 
     Args:
@@ -109,8 +109,9 @@ class Dropout(nn.Module):
             first = self.axis.rank * size if whole[dim] > size else 0
             place = torch.arange(first, first + size, device=x.device)
             counter = counter.unsqueeze(-1) + place * math.prod(whole[dim + 1 :])
-        # Drops the p 2^64 smallest of all 2^64 values. The factor comes last, because inductor
-        # would turn a product of positions into an index, which overflows.
+        # Drops an element if its hash is among the p * 2^64 smallest of the 2^64 values. The factor
+        # comes last, because inductor would turn a product of positions into an index, which
+        # overflows.
         return _split_mix(counter * GOLDEN) < int(self.p * 2**64) - 2**63
 
 

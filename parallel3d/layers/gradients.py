@@ -39,7 +39,7 @@ Work = Callable[[], object]
 
 
 class DelayedGradients:
-    """Weight gradients that the layers of one stage defer.
+    """Collects the weight gradients that the layers of one stage defer.
 
     The layers share one instance, so it is visible to every autograd thread.
     """
@@ -49,7 +49,9 @@ class DelayedGradients:
 
     @contextmanager
     def collecting(self) -> Iterator[list[Work]]:
-        """Collects the deferred weight gradients of this block. Call each item once, in order."""
+        """Context manager that yields a list, to which layers append their deferred weight
+        gradients. Call each item once, in order.
+        """
         before = self._works
         self._works = []
         try:
@@ -58,7 +60,9 @@ class DelayedGradients:
             self._works = before
 
     def delay(self, work: Work) -> bool:
-        """Stores the work for the second half. Returns False if the layer must do it at once."""
+        """Stores the work for the second half of the backward pass. Returns False if the layer must
+        do it now.
+        """
         if self._works is None:
             return False
         self._works.append(work)
@@ -162,7 +166,7 @@ def accumulate_or_return_product(
     fused: bool,
     delayed: DelayedGradients | None = None,
 ) -> Tensor | None:
-    """Does `accumulate_or_return` for a weight [out, in] with the gradient grad_out^T x.
+    """Calls `accumulate_or_return` with the gradient grad_out^T x of a weight [out, in].
 
     Shapes: grad_out [tokens, out], x [tokens, in]. With `fused`, the matmul accumulates directly.
     `delayed` may defer the work.

@@ -57,7 +57,8 @@ from parallel3d.mesh import ONE_RANK
 from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import is_compiled
 
-FUSED_FROM_ELEMENTS = 2**17  # Break-even of both code paths on a CPU (docs/benchmarks.md).
+# Size from which fused gradients are faster on a CPU (docs/benchmarks.md).
+FUSED_FROM_ELEMENTS = 2**17
 
 
 class ColumnParallelLinear(ParallelModule, nn.Linear):
@@ -202,8 +203,8 @@ def row_parallel(x: Tensor, layer: Any) -> Tensor:
 def is_plain(layer: Any) -> bool:
     """Returns True if torch's own linear can compute the layer.
 
-    This is so if nothing is sharded or padded, and gradients are not fused or the weight is small.
-    Copying the gradient of a small weight costs less than an autograd function in Python.
+    This is the case if nothing is sharded or padded, and gradients are not fused or the weight is
+    small. Copying the gradient of a small weight costs less than an autograd function in Python.
     """
     if layer.axis.size > 1 or layer.padded_width not in (None, layer.out_features):
         return False
@@ -365,7 +366,8 @@ def delay_weight_gradients(module: nn.Module) -> DelayedGradients:
     Returns the object that collects the deferred gradients. Results and names do not change.
     Compiled modules are skipped: their backward pass cannot be split.
     """
-    whole_layer = ParallelModule(None)  # Stands in for each nn.Linear, which is unsharded.
+    # Has the attributes of an unsharded layer, which nn.Linear lacks.
+    whole_layer = ParallelModule(None)
     whole_layer.delayed = delayed = DelayedGradients()
     for part in _eager_modules(module):
         if type(part) is nn.Linear:

@@ -146,7 +146,8 @@ def token_losses(
 
 
 def own_indices(indices: Tensor, rows: range) -> tuple[Tensor, Tensor]:
-    """Returns vocabulary indices relative to this rank's `rows`, and a mask of foreign ones.
+    """Returns vocabulary indices relative to this rank's `rows`, and a mask of those of other
+    ranks.
 
     Indices of other ranks' rows become 0.
     """
@@ -156,7 +157,7 @@ def own_indices(indices: Tensor, rows: range) -> tuple[Tensor, Tensor]:
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype for the loss of `x`, at least float32."""
+    """Returns the dtype in which the loss of `x` is computed, at least float32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

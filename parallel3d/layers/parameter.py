@@ -1,4 +1,4 @@
-"""The base of all layers: parallel context, sharded parameters and their initial values.
+"""Base classes of all layers: parallel context, sharded parameters and their initial values.
 
 Parameters are stored as DTensors on the tp axis, so `fully_shard` composes with them and state
 dicts hold global tensors. Arithmetic uses the local tensors, because DTensor dispatch costs more
@@ -110,7 +110,7 @@ class ParallelContext:
 
 
 LayerTp = ParallelContext | DeviceMesh | None
-# Elementwise part of a layer, which `build_engine.compile_pieces` compiles.
+# Elementwise part of a layer. `build_engine.compile_pieces` compiles it.
 Pointwise = Callable[..., Tensor]
 # Largest tile. Other values would change the weights that a seed gives.
 TILE_COLUMNS = 512
@@ -159,7 +159,8 @@ class ParameterSpec:
         return self.init(whole, None)
 
     def box(self, tp: Axis, shards: Axis = ONE_RANK) -> tuple[range, range]:
-        """Returns the row and column ranges of this rank's shard in the global tensor as a matrix.
+        """Returns the ranges of rows and columns of this rank's shard, with the global tensor seen
+        as a matrix.
 
         Columns span all dims except the first. `shards` is the data-parallel axis that further
         splits the rows of the tp shard.
@@ -178,7 +179,7 @@ class ParameterSpec:
 
 
 class ShardedModule(nn.Module):
-    """Base of modules whose parameters are DTensors on the tp axis.
+    """Base class of modules whose parameters are DTensors on the tp axis.
 
     These are the layers of this library and converted modules of other libraries. State dicts and
     `torch.nn.init` behave as on one device.
@@ -210,7 +211,9 @@ class ShardedModule(nn.Module):
         return copy_to_region(part, self.axis)
 
     def sums_gradient(self, name: str) -> bool:
-        """Returns True if the gradient of a replicated parameter is partial and reduced at once."""
+        """Returns True if the gradient of a replicated parameter is partial, and must be reduced in
+        each backward pass.
+        """
         return False
 
     def enter(self, x: Tensor) -> Tensor:
@@ -230,7 +233,7 @@ class ShardedModule(nn.Module):
 
 
 class _FusedLocal(Function):
-    """Local tensor of a parameter. The backward pass accumulates into the parameter's gradient."""
+    """Returns the local tensor of a parameter. The backward pass adds to the parameter's gradient."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:

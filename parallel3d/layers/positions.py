@@ -69,7 +69,7 @@ class LearnedPositions(ParallelModule, nn.Embedding):
         weight = self.replicated("weight")
         if positions is None:
             return x + weight[first : first + own]
-        # Looked up in float32, so that gradients of equal positions are summed in float32.
+        # The lookup is in float32, so that gradients of equal positions are summed in float32.
         wide = weight.to(wide_dtype(weight))
         return x + F.embedding(positions[:, first : first + own], wide).to(x.dtype)
 
@@ -218,7 +218,8 @@ class RotaryEmbedding(nn.Module):
 
 
 class _Turn(Function):
-    """x cos + swap(x) sin, for x narrower than the table, or with positions.
+    """Computes x cos + swap(x) sin if x has a lower precision than the table, or with given
+    positions.
 
     The backward pass rotates back, with -sin. Autograd would round both terms, and every block
     would save table rows for each token.

@@ -1,4 +1,4 @@
-"""Compares tensors between ranks by one number per tensor.
+"""Compares tensors between ranks, by one integer per tensor.
 
 [Note: fingerprints] The bits of each element are mixed into an integer, multiplied by an odd number
 that depends on the element's position, and summed modulo 2^64. Both steps are invertible, so

@@ -46,8 +46,8 @@ class VocabParallelEmbedding(ParallelModule, nn.Embedding):
     Under sequence parallelism the output is [batch, seq / tp, hidden].
 
     Each tp rank looks up its own ids, and an all-reduce sums the results (Megatron-LM, arXiv
-    1909.08053, section 3). Under sequence parallelism, it is a reduce-scatter in the forward pass
-    and an all-gather in the backward pass.
+    1909.08053, section 3). Under sequence parallelism, the sum is a reduce-scatter in the forward
+    pass, and the backward pass has an all-gather.
 
     tp need not divide vocab: see [Note: uneven vocabulary]. With tp > 1, an id outside the
     vocabulary gives zeros. Check ids first, as `data.loader` does.
@@ -143,8 +143,8 @@ class VocabParallelHead(ColumnParallelLinear):
     Under sequence parallelism x is [B, S / n, D]. n = tp, and w' is the padded width per rank.
 
     It is a column-parallel linear whose output features tp need not divide ([Note: uneven
-    vocabulary]). Missing logits are filled with -inf, which a softmax ignores. The weight may be
-    tied to the embedding: `head.weight = embed.weight`.
+    vocabulary]). If a rank has fewer logits than the width, the rest is -inf, which a softmax
+    ignores. The weight may be tied to the embedding: `head.weight = embed.weight`.
 
     `head.pad_to(64)` aligns the rows of the logits, which speeds up GPU matmuls. The weight stays
     [V, D], so nothing padded is trained or saved. Pass `vocab` to the loss then.
@@ -192,7 +192,7 @@ class VocabParallelHead(ColumnParallelLinear):
 
 
 def ends_with_head(forward: Forward) -> Forward:
-    """Decorator for the `forward` of a model that returns the output of its `head` unchanged.
+    """Decorator for the `forward` of a model whose result is the unchanged output of its `head`.
 
     The loss may then compute logits in chunks and reuse their memory for the gradient.
     """

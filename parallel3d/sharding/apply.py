@@ -53,14 +53,15 @@ def shard(
         mesh: Mesh with the axis dp_replicate or dp_shard, or both. A missing one has size 1.
         strategy: NO_SHARD, SHARD_OPTIMIZER, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD or
             _HYBRID_SHARD_ZERO2 (docs/reference/sharding.md).
-        wrap: Name patterns of the modules that are gathered and reduced as one unit. A tuple of
-            patterns is one unit. Default: each module in the outermost ModuleLists and ModuleDicts.
+        wrap: Name patterns of the modules whose parameters are all-gathered, and whose gradients
+            are reduced, as one unit. A tuple of patterns is one unit. Default: each module in the
+            outermost ModuleLists and ModuleDicts.
         dtypes: Data types. Default: the dtype of the model's parameters.
         average: If True, gradients are averaged over the data-parallel ranks, otherwise summed.
         options: Cadence and bucketing of communication.
 
     Returns:
-        Handle that synchronizes gradients and publishes updated parameters.
+        Handle that synchronizes gradients and distributes updated parameters.
 
     Raises:
         ValueError: The strategy is unknown or does not fit the mesh, or the mesh has no

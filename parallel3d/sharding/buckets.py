@@ -33,7 +33,7 @@ WAITS_FOR_RANKS = True  # Read by parallel3d.watch.heartbeat.
 
 
 class ReplicatedPart(OptimizerPart):
-    """A replicated parameter and the part of it that the optimizer steps on this rank.
+    """A replicated parameter, and the part of it that this rank's optimizer steps.
 
     The part is this rank's rows, or all rows, of the parameter or of its master copy. The master
     copy starts as `value`. The gradient lives in `memory`, a slice of the bucket.
@@ -55,7 +55,7 @@ class ReplicatedPart(OptimizerPart):
         self.repeated_over = frozenset({Role.REPLICATE} if reduction.split else DATA_ROLES)
         self.gradient = memory.view(whole.shape)
         self.own_gradient = reduction.own(self.gradient)
-        # The gradient in the form of `.grad`, if it is a view of the bucket.
+        # `.grad` of the parameter, if that is a view of the bucket.
         self.attached: Tensor | None = None
         if not parameter.requires_grad:
             return
@@ -155,7 +155,9 @@ class Bucket:
             self._packing.unpack(total[None], [part.own_gradient for part in self.parts])
 
     def start_publish(self) -> Callable[[], Tensor | None]:
-        """Starts the all-gather of updated rows. Call the result to wait for it."""
+        """Starts the all-gather of the rows that the optimizer updated. The result is a function
+        that waits for it.
+        """
         over = self._reduction
         if not over.split:
             return lambda: None
@@ -163,7 +165,9 @@ class Bucket:
         return start_row_gather(self._packing.pack(stepped, 1, over.dtypes.compute), over.shard)
 
     def finish_publish(self, rows: Tensor | None) -> None:
-        """Copies updated values into the parameters: `rows` of all ranks, or this rank's."""
+        """Copies updated values into the parameters: all ranks' `rows`, or those of this rank if it
+        is None.
+        """
         wholes = [local_tensor(part.parameter) for part in self.parts]
         if rows is not None:
             self._packing.unpack(rows, wholes)
@@ -210,7 +214,9 @@ class Packing:
 
 
 def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Starts a reduce-scatter of `rows` [ranks, width]. Call the result for this rank's row."""
+    """Starts a reduce-scatter of `rows` [ranks, width]. The result is a function that waits and
+    returns this rank's row.
+    """
     if dist.get_backend(axis.group) != "gloo":
         pending = start_reduce_scatter(rows, axis, 0)
         return lambda: pending()[0]
@@ -227,7 +233,9 @@ def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 
 def start_row_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Starts the all-gather of `own` [1, width]. Call the result for [ranks, width]."""
+    """Starts the all-gather of `own` [1, width]. The result is a function that waits and returns
+    [ranks, width].
+    """
     if dist.get_backend(axis.group) != "gloo":
         return start_gather(own, axis, 0)
     rows = own.new_empty(axis.size, own.shape[1])

@@ -25,7 +25,9 @@ from parallel3d.torch_private import keep_delayed_gradients, reduce_delayed_grad
 
 
 class ReduceScatterIn:
-    """Reduce-scatter for `fully_shard` that sends `dtype`, whatever the accumulation dtype is."""
+    """Reduce-scatter for `fully_shard` that sends numbers in `dtype`, whatever the accumulation
+    dtype is.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -47,10 +49,10 @@ class ReduceScatterIn:
 class FullyShardedData(ShardedData):
     """Data-parallel handle of a model with sharded parameters.
 
-    With `frees_forward`, a unit's parameters are freed after its forward pass and gathered again
-    for its backward pass. Exceptions are the head, whose backward pass comes next, and embedding
-    tables, which a backward pass does not read. Gradients are summed over replicas in the last
-    backward pass of a step, whatever `options.reduce` is.
+    With `frees_forward`, a unit is resharded after its forward pass and all-gathered again for its
+    backward pass. Exceptions are the head, whose backward pass comes next, and embedding tables,
+    which a backward pass does not read. Gradients are summed over replicas in the last backward
+    pass of a step, whatever `options.reduce` is.
     """
 
     _repeated_over = frozenset({Role.REPLICATE})
@@ -139,7 +141,7 @@ class FullyShardedData(ShardedData):
             reduce_delayed_gradients(self._root)
 
     def finish_gradients(self) -> None:
-        # If all parameters are frozen, no backward pass has freed the gathered parameters.
+        # If all parameters are frozen, no backward pass has resharded them.
         self.free_gathered()
 
     def free_gathered(self) -> None:

@@ -1,7 +1,7 @@
-"""The view that optimizers and training loops have of a sharded model, for every strategy.
+"""Interface of a sharded model to optimizers and training loops, common to all strategies.
 
-It has this rank's part of each parameter as a plain tensor, and hooks for the phases of a training
-step.
+It exposes this rank's part of each parameter as a plain tensor, and hooks for the phases of a
+training step.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from parallel3d.mesh import ONE_RANK, Axis, Role
 class OptimizerPart:
     """This rank's part of a parameter.
 
-    The optimizer steps `local`: all rows or this rank's rows of the parameter, or of its master
-    copy if the parameter has fewer bits. For a frozen parameter, `local` requires no gradient.
-    `repeated_over` has the names of the data-parallel axes that replicate this part.
+    The optimizer updates `local`, a plain tensor with all rows of the parameter or only this
+    rank's. If the parameter has a lower precision than the optimizer, `local` belongs to its master
+    copy. `repeated_over` names the data-parallel axes along which this part is replicated.
 
-    This base class serves parameters that their module holds, sharded by `fully_shard` over
-    `shards` or replicated. `find` looks the parameter up, because `fully_shard` swaps it
-    temporarily.
+    This base class is for parameters that stay in their module, either replicated or sharded by
+    `fully_shard` over `shards`. `find` looks up the current parameter, because `fully_shard`
+    replaces it while it is unsharded.
     """
 
     def __init__(
@@ -52,15 +52,17 @@ class OptimizerPart:
 
     @torch.no_grad()
     def initialize(self, draw: Callable[[Axis], Tensor]) -> None:
-        """Fills this part with `draw(axis)`, which returns this rank's rows of the tp shard."""
+        """Fills this part with `draw(axis)`, which returns the rows of the tp shard that this rank
+        holds along the data-parallel axis.
+        """
         local_tensor(self._find()).copy_(draw(self._shards))
 
 
 class ShardedData:
-    """Handle that `shard` returns, for the phases of a training step.
+    """Handle returned by `shard`. Its methods are called at fixed points of a training step.
 
-    docs/reference/sharding.md has an example loop. This base class is for one data-parallel rank in
-    one precision, without communication. Strategies override it.
+    docs/reference/sharding.md has an example loop. This base class handles a single data-parallel
+    rank without mixed precision. The strategies override it.
     """
 
     _shards = ONE_RANK
