@@ -95,7 +95,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Both messages of one boundary for one microbatch: outputs forward, gradients backward."""
+    """Both messages between two stages for one microbatch: outputs in the forward pass, gradients
+    in the backward pass.
+    """
 
     forward: Message
     backward: Message
@@ -110,9 +112,9 @@ class Crossing:
 def normalized(
     boundaries: TensorSpec | Boundary | Sequence[Boundary], stages: int
 ) -> tuple[Boundary, ...]:
-    """Returns one boundary per gap between stages.
+    """Returns one boundary per pair of consecutive stages.
 
-    `boundaries` is one declaration for all gaps, or a list with one per gap. Raises ValueError if
+    `boundaries` is one declaration for all pairs, or a list with one per pair. Raises ValueError if
     the list has another length.
     """
     listed: Sequence[Any] = (boundaries,) if isinstance(boundaries, TensorSpec) else boundaries

@@ -1,4 +1,4 @@
-"""Execution of one run of a schedule on one rank."""
+"""Executes one run of a schedule on one rank."""
 
 from __future__ import annotations
 

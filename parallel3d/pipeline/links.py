@@ -67,7 +67,7 @@ class Links:
         # and it differs between pipelines.
         self.name = f"parallel3d/{secrets.token_hex(8)}"
         self._is_closed = False
-        self._timeout = timedelta()  # 0 if there are no other ranks to wait for.
+        self._timeout = timedelta()  # Time limit of a transfer. 0 if there are no other ranks.
         # The "fake" backend of a dry run has no other processes. All messages use the process
         # groups there, as on GPUs.
         if self._pipeline is not None and dist.get_backend(self._pipeline) != "fake":
@@ -86,15 +86,16 @@ class Links:
         return message.nbytes <= LARGEST_BYTES and (source, target) in self._shared
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule) -> None:
-        """Sets up shared memory. Each target creates it and publishes its path, then both ends
-        open it."""
+        """Sets up shared memory. Each receiver creates the memory and sends its path to all ranks.
+        Then both ends open it.
+        """
         self._timeout = timeout_of(pipeline, self.device)
         with own_folder(self.device.type) as folder:
             mine: dict[int, Path] = {}
             for source, target in self._ways:
                 if target == self.rank and folder is not None:
                     path = folder / str(source)
-                    # If the memory does not suffice, the backend carries the messages.
+                    # If there is too little shared memory, messages go through the backend.
                     with suppress(OSError):
                         self.incoming[source] = Incoming(path, source)
                         mine[source] = path
@@ -202,7 +203,9 @@ class Links:
             self._timeout = timeout_of(self._pipeline, self.device)
 
     def fail(self, message: str) -> None:
-        """Publishes a failure message and closes all links, so that no other rank keeps waiting."""
+        """Writes a failure message to the store and closes all links, so that no other rank keeps
+        waiting.
+        """
         if self._is_closed:
             return
         self._is_closed = True

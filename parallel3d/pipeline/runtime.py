@@ -37,16 +37,16 @@ from parallel3d.timeline.recorder import Recorder
 
 
 class PipelineRuntime:
-    """Runs microbatches through the stages of a pipeline. Collective: all ranks of `pp` create it.
+    """Runs microbatches through the stages of a pipeline. Every rank of `pp` must construct one.
 
     Args:
-        stages: This rank's stages in the order of the model, as modules or `Stage`.
+        stages: This rank's stages in model order, as modules or `Stage` objects.
         schedule: Schedule from `build_schedule`, `load_schedule` or your own code.
         pp: One-dimensional mesh of the pipeline. None: a single rank.
         loss_fn: `loss_fn(output, labels)` returns a scalar. Scale it so that the gradients can be
             summed over microbatches and data-parallel ranks. None: only `forward` works.
-        boundaries: Tensors sent between stages: one `TensorSpec` or a tuple of them for all gaps,
-            or a list with one tuple per gap.
+        boundaries: Tensors sent between consecutive stages: one `TensorSpec` or a tuple of them if
+            all boundaries are equal, else a list with one tuple per boundary.
         device: Device of the transfers. Default: device of the first parameter or buffer.
 
     Raises:
@@ -90,13 +90,14 @@ class PipelineRuntime:
             device = next((x.device for x in chain(held.parameters(), held.buffers())), "cpu")
         self.links = Links(pp, schedule, torch.device(device))
         self._boundaries = normalized(boundaries, schedule.stages)
-        # Loading a CUDA kernel may block until all posted work is done, including a receive. So the
-        # stages first run without transfers, once per set of sizes and number of microbatches.
+        # Loading a CUDA kernel can wait for all queued work, including a receive whose sender in
+        # turn waits for this rank: a deadlock. So the stages first run without transfers, once per
+        # set of sizes and number of microbatches.
         self.warms_up = self.links.device.type == "cuda" and ranks > 1
         self._warm: set[tuple[Any, ...]] = set()
 
     def set_boundaries(self, boundaries: Sequence[Boundary]) -> None:
-        """Replaces the boundaries, one per gap between stages."""
+        """Replaces the boundaries. `boundaries` has one per pair of consecutive stages."""
         self._boundaries = tuple(boundaries)
 
     def run(
@@ -112,8 +113,8 @@ class PipelineRuntime:
         """Runs the forward and backward passes of a batch. Gradients accumulate in `.grad`.
 
         Args:
-            inputs: `inputs[m]` is the microbatch m for the first stage, a tensor or a tuple of
-                tensors. None on ranks without the first stage.
+            inputs: `inputs[m]` is microbatch m, the input of the first stage: a tensor or a tuple
+                of tensors. None on ranks without the first stage.
             labels: `labels[m]` goes to the loss. None on ranks without the last stage.
             sizes: Values of the names in the shapes of `boundaries`.
             recorder: Records the start and end of each action.
@@ -157,8 +158,8 @@ class PipelineRuntime:
         """Returns the sum of the losses as `run` does, without gradients.
 
         Args:
-            microbatches: Number of microbatches. Needed on ranks whose `inputs` are None if it
-                differs from training.
+            microbatches: Number of microbatches. Required on ranks where `inputs` is None, if the
+                number differs from that of the runtime's schedule.
             inputs, labels, sizes, keywords: As in `run`.
         """
         schedule = self._forward_only(inputs, microbatches)
@@ -176,7 +177,8 @@ class PipelineRuntime:
     ) -> list[Any]:
         """Returns the outputs of the last stage, one per microbatch.
 
-        The list is empty on ranks without the last stage. The arguments are those of `evaluate`.
+        The list is empty on ranks without the last stage. The arguments are as in `evaluate`,
+        without labels.
         """
         schedule = self._forward_only(inputs, microbatches)
         return self._execute(schedule, Batch(inputs, None, keywords, sizes), None).outputs
@@ -202,7 +204,7 @@ class PipelineRuntime:
         """Executes a schedule on a batch, after a warm-up if one is due.
 
         Raises:
-            ValueError: The batch does not match the number of microbatches.
+            ValueError: The number of microbatches in `batch` differs from that of the schedule.
         """
         inputs = () if batch.inputs is None and 0 in self.stages else batch.inputs
         given = {"inputs": inputs, "labels": batch.labels, "keywords": batch.keywords}

@@ -82,7 +82,7 @@ FALCON = SplitSpec(
     tuples=True,
     **_HIDDEN,
 )
-# Keyed by `model_type` of the transformers config. The models have a language-model head.
+# Keyed by `config.model_type`. The models have a language-model head.
 FAMILIES: dict[str, SplitSpec] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), LLAMA),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"), LLAMA),
@@ -134,12 +134,13 @@ def split_model(
     The stages share the modules of the model and keep the names of its parameters.
 
     Args:
-        model: Decoder of transformers with a head, or any other model with `rules`.
+        model: Hugging Face decoder with a head, or any other model with `rules`.
         boundaries: Index of the first block of each stage except the first.
         rules: Names of the modules. Default: the entry of the model's family in `FAMILIES`.
         check: Compares the outputs of the stages with those of the model. Skipped on the meta
             device.
-        example: Token ids for the check, [batch, seq]. Optional for models of transformers.
+        example: Token ids for the check, [batch, seq]. Optional for Hugging Face models, whose
+            `config.vocab_size` is known.
 
     Returns:
         One module per stage. The first takes token ids, the others take the output of the previous

@@ -31,9 +31,9 @@ class Transport:
     Call `receive` for the inputs of an action, `send` for its result, and `action_issued` after
     each action. `crossings[s]` declares the messages between stages s and s + 1.
 
-    A receive is posted only after this rank has issued all actions that its data depends on.
-    Otherwise a GPU could deadlock: allocating memory or loading a kernel may block until all posted
-    work is done.
+    A receive is posted only after this rank has issued all of its own actions that the data depends
+    on. Otherwise a GPU could deadlock: allocating memory or loading a kernel may block until all
+    posted work is done.
     """
 
     def __init__(self, links: Links, schedule: Schedule, crossings: Sequence[Crossing]) -> None:
@@ -52,7 +52,9 @@ class Transport:
         self._expect()
 
     def _expect(self) -> None:
-        """Lists the expected messages and posts the receives that need no action of this rank."""
+        """Lists the expected messages, and posts the receives whose data do not depend on this
+        rank.
+        """
         links = self.links
         for (source, target), takers in self._schedule.transfers.items():
             for taker in takers if target == links.rank else ():

@@ -80,13 +80,14 @@ class ShardedData:
         return OptimizerPart(find, self._shards, self._repeated_over)
 
     def before_backward(self, last: bool) -> None:
-        """Call before each backward pass. `last` is True for the last one of a step.
+        """Call it before each backward pass. `last` marks the last one of the step, after which
+        gradients are reduced.
 
-        Without a call, every backward pass counts as the last.
+        If it is never called, every backward pass counts as the last.
         """
 
     def after_weights(self, last: bool) -> None:
-        """Call after the second half of a split backward pass, which computes weight gradients."""
+        """Call it after the weight-gradient half of a split backward pass."""
 
     def finish_gradients(self) -> None:
         """Reduces gradients over the DP ranks. Call it after the last backward pass of a step."""
@@ -117,7 +118,8 @@ class ShardedData:
 class LocalParameter:
     """A parameter of a stage on this rank.
 
-    `name` is the global name. If the model ties two names, both parameters have the first.
+    `name` is the name in the full model. A tied parameter has several names and is listed under the
+    first.
     """
 
     name: str

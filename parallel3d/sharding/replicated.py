@@ -128,7 +128,7 @@ class ReplicatedData(ShardedData):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Gives every rank the parameters that other ranks stepped.
+        """Starts to give every rank the parameters that the optimizers of other ranks updated.
 
         With `publish_in_forward`, the first bucket is in flight afterwards. A unit's forward pass
         waits for its bucket.
@@ -148,7 +148,7 @@ class ReplicatedData(ShardedData):
     def _publish_until(self, end: int) -> None:
         """Waits until the first `end` buckets have received their values.
 
-        Buckets follow in the same order on all ranks. The next bucket is always in flight.
+        Buckets are sent in the same order on all ranks, and the next one is always in flight.
         """
         while self._arriving is not None and self._published < end:
             bucket = self._buckets[self._published]
@@ -191,7 +191,7 @@ class ReplicatedData(ShardedData):
         The hook detects the end of the backward pass. Without such an input, the bucket is reduced
         after the full backward pass.
         """
-        # Skip recomputed forward passes, whose graph has no backward pass of its own.
+        # Skip recomputed forward passes. They belong to a backward pass that is already counted.
         if not torch.is_grad_enabled() or is_in_backward():
             return None
         self._open[index] += 1

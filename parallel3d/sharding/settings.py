@@ -20,7 +20,7 @@ class Dtypes:
     """Data types of mixed-precision training.
 
     If `compute` and `master` differ, NO_SHARD and SHARD_OPTIMIZER keep a copy of the parameters in
-    each dtype. Other strategies keep only the master and gather from it.
+    each dtype. Other strategies keep only the master and all-gather from it.
 
     Args:
         compute: Dtype of parameters and activations in the forward and backward pass.
@@ -58,13 +58,13 @@ class ShardingOptions:
     """When parameters and gradients are communicated, and in which pieces.
 
     Args:
-        gather: "step" keeps gathered parameters for all microbatches of a step. "microbatch" frees
-            them after each. With "microbatch", FULL_SHARD and HYBRID_SHARD also free a unit's
+        gather: "step" keeps all-gathered parameters for all microbatches of a step. "microbatch"
+            frees them after each. With "microbatch", FULL_SHARD and HYBRID_SHARD also free a unit's
             parameters after its forward pass. Default: "microbatch" for these two strategies
             without a pipeline, else "step".
         reduce: "step" reduces gradients in the last backward pass of a step. "microbatch" reduces
             them in each, so that full gradients are not kept.
-        prefetch: Number of units to gather ahead. Default: torch's choice.
+        prefetch: Number of units to all-gather ahead of their use. Default: torch's choice.
         bucket_mib: Smallest gradient bucket of NO_SHARD and SHARD_OPTIMIZER, in MiB. Default:
             depends on the device.
         publish_in_forward: If True, parameters updated under SHARD_OPTIMIZER arrive during the next

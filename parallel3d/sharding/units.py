@@ -1,4 +1,5 @@
-"""Communication units: modules whose parameters are gathered or reduced together.
+"""Communication units: modules whose parameters are all-gathered, or whose gradients are reduced,
+together.
 
 A unit is usually a block. Parameters outside of all units form the first unit.
 """
@@ -39,7 +40,9 @@ class CommunicationUnit:
 
     @property
     def has_head(self) -> bool:
-        """True if a loss may use weights after the unit's forward pass (`head_cross_entropy`)."""
+        """True if the unit has a head, whose weight the loss may use after the unit's forward pass
+        (`head_cross_entropy`).
+        """
         return any(isinstance(part, VocabParallelHead) for part in self._parts())
 
     @property

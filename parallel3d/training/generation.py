@@ -33,7 +33,7 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
     generator = torch.Generator().manual_seed(seed)
     for _ in range(train.sample_tokens):
         window = ids[-seq_len:]
-        # Every window is padded to the sequence length of training. Causal attention ignores the
+        # Every window is padded to the training sequence length. Causal attention ignores the
         # padding.
         padded = window + [0] * (seq_len - len(window))
         batch = torch.tensor(padded).view(1, 1, seq_len)
@@ -42,7 +42,7 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
         if outputs:  # Only the ranks of the last stage have logits.
             # [vocab / tp] -> [vocab]
             logits = gather(outputs[0][0, len(window) - 1], tp, dim=0)
-            # Ids beyond the tokenizer's vocabulary only pad it to a divisible size.
+            # Ids beyond the tokenizer's vocabulary are padding, so they are not drawn.
             token.fill_(draw(logits[: tokenizer.vocab_size].float().cpu(), train, generator))
         ids.append(int(all_reduce(token, pp)))  # The token is 0 on all other stages.
         if ids[-1] == tokenizer.end_of_text:

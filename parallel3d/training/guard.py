@@ -2,8 +2,8 @@
 
 Loss scale: float16 cannot represent numbers between 0 and 6e-8, so the loss is multiplied by a
 scale before the backward pass (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). A step
-that overflows is skipped and lowers the scale. Many finite steps raise it, by the rule of
-torch.amp.GradScaler. All ranks see the same numbers, so their scales stay equal.
+that overflows is skipped and lowers the scale. `loss_scale.interval` finite steps in a row raise
+it, by the rule of torch.amp.GradScaler. All ranks see the same numbers, so their scales stay equal.
 
 Spikes: PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1) restarted from a checkpoint
 about 100 steps before each loss spike and skipped 200 to 500 batches. OLMo-core (SkipStepOptimizer)

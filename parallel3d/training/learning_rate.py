@@ -13,7 +13,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     The rate rises linearly to `lr` at `warmup_steps` and stays there until the decay begins. It
     falls to `min_lr_ratio * lr` at `decay_steps` and stays there. The decay begins right after the
     warmup, except for `wsd`. `range_test` rises exponentially to `lr` instead. The rate depends
-    only on the step, so a resumed run follows the recipe of its resume.
+    only on the recipe and the step, so a resumed run follows the recipe that it is resumed with.
 
     Args:
         config: Section `optimizer` of the recipe.

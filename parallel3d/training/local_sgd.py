@@ -98,7 +98,9 @@ class LocalSgd(OuterLoop):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context in which the model has the outer parameters, which are the result of the run."""
+        """Context manager in which the model has the outer parameters, which are the result of the
+        run.
+        """
         own = {p.name: p.local.detach().clone() for p in self._parameters}
         self._set(self.values)
         self._publish()

@@ -1,4 +1,4 @@
-"""Training loop: steps, and validation, metrics and checkpoints between them."""
+"""Training loop: training steps, and the validation, metrics and checkpoints between them."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ from parallel3d.watch.heartbeat import phase
 
 @dataclass
 class TrainingLoop:
-    """Runs the steps of a run and the work between them. Every rank has one.
+    """Runs the training steps and the work between them. There is one on each rank.
 
     Args:
         trainer: Trainer of the run.
         loaders: Batches of this data-parallel rank, for training and for each evaluation set.
-        checkpoints: Folder of checkpoints.
+        checkpoints: Folder for the checkpoints of the run. Its parent is the run folder.
         metrics_file: Metrics file on rank 0, None elsewhere.
         progress: Progress display.
-        stop: Requests by signals.
+        stop: Requests to stop or save, made by signals.
         callbacks: User callbacks, only on rank 0.
         peak_tokens_per_s: Tokens per second of one device at peak FLOP/s, for the MFU. None:
             unknown.
@@ -117,7 +117,8 @@ class TrainingLoop:
                     is_asked_to_stop = any(self.own_requests)
                     result = self.trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
             self.steps_s += time.perf_counter() - start_s
-        if self.is_first_step:  # Kernels are loaded and ranks are connected.
+        # Kernels are loaded and ranks are connected now, so a longer wait means a hang.
+        if self.is_first_step:
             limit_waits(self.recipe.train.timeout_s)
             self.is_first_step = False
         if is_due(self.recipe.train.compare_replicas_every, step):
@@ -139,7 +140,7 @@ class TrainingLoop:
         self.saver.step_done()
         is_early = is_stopped and not signum and step < steps
         is_last = step == steps or is_early
-        if is_early:  # Replicas of local SGD must be equal at the end of a run.
+        if is_early:  # The run ends here, so the replicas of local SGD must be synchronized.
             self.trainer.outer_loop.after_step(step, is_last=True)
             self.trainer.engine.publish()
         self.progress.step_done(step)
@@ -172,14 +173,17 @@ class TrainingLoop:
 
     @property
     def own_requests(self) -> list[int]:
-        """Requests to this rank: stop signal (0: none), save, stop by a callback, failed save."""
+        """This rank's requests: number of the stop signal or 0, then flags for a save (SIGUSR1), a
+        stop by a callback, and a failed save.
+        """
         wants_end = self.callbacks.run.stop_reason is not None
         return [self.stop.signum, self.stop.wants_save, wants_end, self.saver.has_failed]
 
     def receive_requests(self, result: StepResult) -> tuple[int, bool, bool]:
-        """Returns the requests to any rank: stop signal (0: none), save, stop by a callback.
+        """Returns the requests of all ranks combined: the stop signal or 0, whether to save, and
+        whether a callback asked to stop.
 
-        Raises the error of a failed save of any rank.
+        Raises on all ranks if a save failed on any of them.
         """
         if not result.is_asked_to_stop:
             return 0, False, False
@@ -210,15 +214,16 @@ class TrainingLoop:
         return losses
 
     def start_report(self) -> None:
-        """Starts a new interval of metrics. Its time excludes validation and checkpoints."""
+        """Starts a new metrics interval. Step times exclude validation and checkpoints."""
         progress = self.trainer.progress
         self.reported_step = progress.step
         self.reported_tokens = progress.tokens
         self.steps_s = self.data_s = 0.0
 
     def report(self, result: StepResult, losses: Mapping[str, float]) -> None:
-        """Writes and prints the metrics since the previous report, with any evaluation losses.
-        Collective."""
+        """Writes and prints the metrics since the previous report, with `losses` of evaluation sets
+        if there are any. Collective.
+        """
         progress = self.trainer.progress
         sets = dict(losses)
         steps = progress.step - self.reported_step
@@ -265,10 +270,11 @@ class TrainingLoop:
     def roll_back(self) -> bool:
         """Rolls back to a checkpoint before a spike and skips the sequences in between.
 
-        Loads the newest checkpoint from before the suspected steps, or else the oldest. The skipped
-        sequences begin with the first suspected step or the checkpoint, whichever is later. The
-        checkpoint is saved again so that a resumed run skips them too. Returns False without any
-        change if there is no checkpoint yet.
+        Loads the newest checkpoint that precedes the suspected steps (the last
+        `train.spike_steps`), or the oldest one if there is none. The skipped sequences begin with
+        the first suspected step or the checkpoint, whichever is later. The checkpoint is saved
+        again so that a resumed run skips them too. Returns False without any change if there is no
+        checkpoint yet.
         """
         trainer = self.trainer
         before = self.trainer.progress
@@ -288,7 +294,8 @@ class TrainingLoop:
         suspects = left_out.span(first, sequences_before(before.step))
         skipped = SkippedRanges.merge((*before.skipped_by_rollbacks, suspects))
         spikes = replace(
-            before.spikes,  # Counts of the run, with the history of the checkpoint.
+            # Keeps the counts, but takes the history of losses and norms from the checkpoint.
+            before.spikes,
             losses=loaded.spikes.losses,
             grad_norms=loaded.spikes.grad_norms,
             rollbacks=before.spikes.rollbacks + 1,
@@ -311,13 +318,13 @@ def export_saved(
     """Exports the model of a checkpoint for transformers and returns a line for the user.
     Collective.
 
-    Rank 0 writes, and all ranks synchronize after each tensor, so that none waits long. An error is
-    raised on all ranks.
+    Rank 0 writes. All ranks synchronize after each tensor, so that no collective times out
+    meanwhile. An error is raised on all ranks.
     """
     form = ExportForm.from_recipe(recipe)
     written: Iterator[str] = iter(())
     if dist.get_rank() == 0:
-        if to.exists():  # The folder is from a run that was resumed from an older checkpoint.
+        if to.exists():  # This step was exported before the run went back to an older checkpoint.
             set_aside(to, "abandoned")
         written = export(checkpoint, to, form)
     while collect_from_all(lambda: next(written, None), itemgetter(0), group):
@@ -326,5 +333,7 @@ def export_saved(
 
 
 def is_due(every: int | None, step: int, is_last: bool = False) -> bool:
-    """Returns True every `every` steps and after the last one. Never if `every` is None."""
+    """Returns True after every `every` steps and after the last one, and always False if `every` is
+    None.
+    """
     return every is not None and (is_last or step % every == 0)

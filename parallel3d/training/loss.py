@@ -1,4 +1,4 @@
-"""Loss of a microbatch: its share of the mean over the global batch."""
+"""Loss of a microbatch: its share of the mean loss over the global batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MeanLoss:
     """Loss of the trainer: sum of the token losses of a microbatch * scale / tokens.
 
     Call it with the output of the last stage and the labels. Each tensor-parallel rank may pass its
-    shard of the logits or all of them. A model that returns another number raises ConfigError.
+    shard of the logits or all of them. Any other number of logits raises ConfigError.
 
     `tokens` is the nominal number of tokens in the global batch. The number of non-ignored labels
     is known only after the step, when the trainer corrects loss and gradients by one factor.
@@ -46,7 +46,7 @@ class MeanLoss:
         self._tp = tp
         self._recipe = recipe
         self._vocab = recipe.model.vocab
-        # Head whose output reaches the loss unchanged.
+        # Head whose output reaches the loss unchanged. None if there is no such head on this rank.
         self._head: VocabParallelHead | None = None
         # Head that gives each tensor-parallel rank a shard of the vocabulary.
         self._split_head: VocabParallelHead | None = None

@@ -24,7 +24,8 @@ Tensors = dict[str, Tensor]  # Keyed by their names in a checkpoint.
 
 
 class OuterLoop:
-    """Outer loop of a synchronous run, which does nothing. Subclass it and override all methods.
+    """Outer loop of a synchronous run: it does nothing. For an outer loop of your own, override all
+    methods.
 
     The trainer of each replica calls the methods on all ranks together.
     """
@@ -43,7 +44,7 @@ class OuterLoop:
         """
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Context in which the model has the parameters to evaluate."""
+        """Context manager in which the model has the parameters to evaluate."""
         return nullcontext()
 
     def copies(self) -> list[Copies]:

@@ -67,7 +67,9 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
 
 
 def of_rank_0(paths: list[Path]) -> list[Path]:
-    """Returns the paths of rank 0 on all ranks, because another run may save in the same folder."""
+    """Broadcasts the paths that rank 0 found, so that all ranks agree even if the folder changes
+    meanwhile.
+    """
     box = [paths]
     dist.broadcast_object_list(box)
     return box[0]
@@ -121,11 +123,11 @@ def first_whole(
 def load_model(trainer: Trainer, path: Path) -> Progress:
     """Loads only the parameters of a checkpoint, whatever its layout and optimizer. Collective.
 
-    With local SGD it loads the outer parameters. `path` can also be a folder of transformers.
+    With local SGD it loads the outer parameters. `path` can also be a folder with Hugging Face
+    weights.
 
     Returns:
-        Progress of the run that saved the checkpoint. For weights of transformers, the trainer's
-        own.
+        Progress of the run that saved the checkpoint. For Hugging Face weights, the trainer's own.
 
     Raises:
         CheckpointError: The weights are damaged or from another model. Nothing has changed then.
@@ -145,9 +147,10 @@ def load_model(trainer: Trainer, path: Path) -> Progress:
 
 
 def _copy_to_twins(trainer: Trainer) -> None:
-    """Copies a loaded tied weight to its second copy on this rank.
+    """Copies a loaded tied weight to its second copy on this rank, if there is one.
 
-    A checkpoint holds it once. A rank of a V-shaped schedule has both ends of the pipeline.
+    A checkpoint holds the weight once. With a V-shaped schedule one rank has both ends of the
+    pipeline.
     """
     loaded = {parameter.name: parameter for parameter in trainer.parameters}
     for parameter in trainer.parameters:

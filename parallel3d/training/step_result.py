@@ -23,8 +23,8 @@ class StepResult:
         grad_norm: Gradient norm before clipping. With local SGD, the root mean square over the
             replicas.
         tokens: Target tokens, that is, non-ignored labels.
-        factor: Gradients times `factor` are those of the mean loss over the target tokens.
-        own_norm: Gradient norm that this rank's replica clips by.
+        factor: Factor that turns the gradients into those of the mean loss over the target tokens.
+        own_norm: Gradient norm of this rank's replica, by which it clips.
         is_asked_to_stop: True if a rank has a request to stop or save.
         lr: Learning rate.
         loss_scale: Loss scale, or None without float16.

@@ -1,4 +1,4 @@
-"""Trainer: a model on a mesh, and the function that runs one training step."""
+"""Trainer: a model on a mesh, and the method that runs one training step."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ class Trainer:
         recipe: Complete recipe of the run.
         mesh: Mesh from `build_mesh`. With local SGD, the mesh of all replicas.
         device: Device of this rank.
-        model_class: Model to build, for example `model_class("llama")`.
-        initialize: False: leave weights uninitialized. Load a checkpoint before the first step.
+        model_class: What builds the model, for example `model_class("llama")`.
+        initialize: If False, the weights stay uninitialized, and you must load a checkpoint before
+            the first step.
         gpu_bytes: Memory of a GPU in bytes. Determines the chunk size of the loss. None on CPU.
         data_fingerprint: Identifies the training data in checkpoints.
         outer_loop: Builds the outer loop of local SGD (`local_sgd.outer_loop_of`). None: replicas
