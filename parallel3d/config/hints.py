@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection
 from difflib import get_close_matches
 
-# Keys of other frameworks, of earlier versions, or of missing features -> the hint.
+# Hints for keys of other frameworks, of earlier versions, and of features that do not exist here.
 _DATA_PARALLEL = (
     "the data-parallel size is parallel.dp_shard (sharded) x parallel.dp_replicate (replicated); "
     "try parallel.dp_shard=2"
@@ -29,7 +29,7 @@ _HINTS = {
     "label_smoothing": "removed",
     "step_in_backward": "removed; to hold fewer gradients try parallel.sharding=FULL_SHARD",
 }
-# Keys of this version -> their names in other frameworks.
+# Names that other frameworks use for each key.
 _OTHER_NAMES = {
     "parallel.tp": (
         "tensor_parallel tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size "

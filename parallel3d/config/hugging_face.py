@@ -45,7 +45,7 @@ _DEFAULTS = {
     "initializer_range": 0.02,
     "rope_theta": 10_000.0,
 }
-# `model_type` -> class of transformers
+# Class of a Hugging Face model, keyed by `model_type`.
 _CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
@@ -55,7 +55,7 @@ _CLASSES = {
 }
 _LONGEST = "max_position_embeddings"
 _ORIGINAL = f"original_{_LONGEST}"
-# Number of experts, as Mixtral, Qwen and DeepSeek name the key.
+# Keys that hold the number of experts in configs of Mixtral, Qwen and DeepSeek.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 # Values of keys that the models here implement. Other values would change the computation.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -164,7 +164,8 @@ def check_model(model: ModelConfig, where: str) -> None:
 
 def family_of(model: ModelConfig) -> str:
     """Returns the `model_type` of the Hugging Face family that can represent the model. Raises
-    ConfigError with the key that none supports."""
+    ConfigError that names the key which no family supports.
+    """
     is_gpt = model.architecture == "gpt"
     faults = {
         "architecture": (model.is_custom, "llama or gpt"),
@@ -206,7 +207,7 @@ def to_hugging_face(
         "eos_token_id": end_of_text,
         "pad_token_id": None,
         "dtype": dtype,
-        "torch_dtype": dtype,  # key of transformers 4
+        "torch_dtype": dtype,  # Key that version 4 of Transformers reads.
         "use_cache": True,
     }
     if family == "gpt2":
@@ -262,11 +263,12 @@ def windowed_layers(config: Mapping[str, Any]) -> int:
         return 0
     if types := config.get("layer_types"):
         return list(types).count("sliding_attention")
-    if kind in ("qwen2", "qwen3"):  # layers with an index from `max_window_layers` on
+    if kind in ("qwen2", "qwen3"):  # Layers from index `max_window_layers` on have a window.
         return max(0, layers - int(config.get("max_window_layers", 28)))
-    if kind == "gemma2":  # every other layer, beginning with the first
+    if kind == "gemma2":  # Every other layer has a window, beginning with the first.
         return (layers + 1) // 2
-    if kind.startswith("gemma3"):  # all except every `sliding_window_pattern`-th
+    # All layers have a window, except every `sliding_window_pattern`-th.
+    if kind.startswith("gemma3"):
         return layers - layers // int(config.get("sliding_window_pattern", 6))
     return layers
 
@@ -282,7 +284,8 @@ def whole_number(config: Mapping[str, Any], key: str, path: Path) -> int:
 
 
 def _rope(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Returns the settings of the rotary positions in the form of transformers 5.
+    """Returns the settings of the rotary positions in the form that version 5 of Hugging Face
+    Transformers uses.
 
     Version 5 writes them to `rope_parameters`, version 4 to `rope_theta` and `rope_scaling`. The
     original context length defaults to the model's maximum positions."""

@@ -28,7 +28,7 @@ from parallel3d.config.yaml_text import (
 )
 from parallel3d.errors import ConfigError
 
-# Removed keys -> their default. Files of earlier runs still contain them.
+# Former defaults of removed keys, which files of earlier runs still contain.
 _REMOVED = {
     "optimizer.stochastic_rounding": False,
     "optimizer.beta2_decay": None,
@@ -118,7 +118,7 @@ def to_yaml(recipe: Recipe) -> str:
 
 def _merge(settings: Iterable[Setting]) -> dict[str, Any]:
     """Merges settings into nested dicts. A later setting wins."""
-    from omegaconf import OmegaConf  # imported late: --help does not need it
+    from omegaconf import OmegaConf  # Imported here, because --help does not need it.
 
     # Allow objects such as sets, which YAML can produce. pydantic refuses them later.
     tree = OmegaConf.create({"model": {}, "train": {}}, flags={"allow_objects": True})

@@ -223,7 +223,7 @@ class ParallelConfig:
     # which is 1.
     prefetch: Count | None = None
     # Keep sharded parameters, gradients and optimizer states in CPU memory. A block's parameters
-    # are on the GPU only while they are gathered.
+    # are on the GPU only while they are all-gathered.
     offload: bool = False
     # NO_SHARD and SHARD_OPTIMIZER: minimum size in MiB of a bucket of gradients.
     # None: 25 on CPUs, 100 on GPUs.
@@ -305,8 +305,8 @@ class TrainConfig:
     # Factor of the z-loss, the squared log of the softmax normalizer, in the training loss.
     # Validation losses do not include it.
     z_loss: NonNegative = 0.0
-    # Compile each block with torch.compile. With tp > 1, a schedule that splits the backward pass,
-    # selective recompute or data.documents = mask, only the parts of a block between matmuls.
+    # Compile each block with torch.compile. Only the parts between matmuls are compiled if tp > 1,
+    # the schedule splits the backward pass, recompute is selective, or data.documents = mask.
     compile: bool = False
     # Use only deterministic kernels. An operator that does not have one raises an error.
     deterministic: bool = False

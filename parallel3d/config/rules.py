@@ -1,5 +1,5 @@
-"""The rules between keys of a recipe. The trainer, the planner, `shard()` and the layers share
-them.
+"""Rules that relate several keys of a recipe. The trainer, the planner, `shard()` and the layers
+share them.
 
 Each rule is a function that yields one line per violation: the key, its value, the rule, and a
 value that works. `schema` checks each value on its own, and `rules_layout` the model and its
@@ -41,7 +41,7 @@ _MOST_PROBLEMS = 5  # Maximum number of problems that an error lists.
 # from the new value, and bf16 cannot represent relative changes below 1/512.
 _LARGEST_BF16_BETA = 0.99
 _BYTE_TOKENIZER_IDS = 257  # 256 bytes and the end-of-text token
-# Key -> the condition (another key and its values) under which it is used.
+# The condition under which each key is used: another key and its values.
 _CONDITIONS = {key: condition for condition, keys in READ_IF.items() for key in keys.split()}
 _INSIDE_A_REPLICA = {hybrid: strategy for strategy, hybrid in HYBRID_OF.items()}
 

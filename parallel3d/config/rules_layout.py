@@ -146,7 +146,7 @@ def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
         yield error
     is_replicated = strategy in REPLICATED
     for key, usual, other in (("gather", None, 3), ("reduce", "step", 2), ("prefetch", None, 3)):
-        # config.yaml of earlier runs contains gather = step.
+        # The config.yaml of an earlier run may contain gather = step.
         if is_replicated and getattr(parallel, key) not in (usual, "step"):
             yield (
                 f"parallel.{key} = {getattr(parallel, key)}: not used with parallel.sharding = "
@@ -158,7 +158,7 @@ def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
             f"parallel.offload = true: not supported with parallel.sharding = {strategy}, which "
             "keeps full parameters on each rank; try parallel.sharding=FULL_SHARD"
         )
-    # config.yaml of earlier runs contains the default size.
+    # The config.yaml of an earlier run may contain the default size.
     if not is_replicated and parallel.bucket_mib not in (None, usual_bucket_mib(on_gpu=False)):
         yield (
             f"parallel.bucket_mib = {parallel.bucket_mib}: not used with parallel.sharding = "

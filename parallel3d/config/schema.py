@@ -16,7 +16,7 @@ from parallel3d.config.yaml_text import Setting, shown
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
-# pydantic's words -> the words of this project's errors
+# Phrases in pydantic's errors, and their replacements in ours.
 _WORDS = {
     "Input should be": "must be",
     "String should": "must",

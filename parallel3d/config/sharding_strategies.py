@@ -31,7 +31,7 @@ Cadence = Literal["step", "microbatch"]
 # Strategies with full parameters on each rank.
 REPLICATED: tuple[ShardingName, ...] = ("NO_SHARD", "SHARD_OPTIMIZER")
 FREED_BETWEEN_USES: tuple[ShardingName, ...] = ("FULL_SHARD", "HYBRID_SHARD")
-# Strategies that do not allow replicas -> their equivalents for dp_replicate > 1.
+# Equivalents, for dp_replicate > 1, of the strategies that do not allow replicas.
 HYBRID_OF: dict[ShardingName, ShardingName] = {
     "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2",
     "FULL_SHARD": "HYBRID_SHARD",
@@ -55,8 +55,9 @@ def default_gather(strategy: ShardingName, pp: int) -> Cadence:
 
 
 def frees_after_forward(strategy: ShardingName, gather: Cadence) -> bool:
-    """Returns True if the gathered parameters of a block are freed after its forward pass and
-    gathered again for its backward pass."""
+    """Returns True if a block is resharded after its forward pass and all-gathered again for its
+    backward pass.
+    """
     return strategy in FREED_BETWEEN_USES and gather == "microbatch"
 
 

@@ -233,7 +233,7 @@ class ShardedModule(nn.Module):
 
 
 class _FusedLocal(Function):
-    """Returns the local tensor of a parameter. The backward pass adds to the parameter's gradient."""
+    """Returns the local tensor of a parameter. The backward pass adds to `.grad` of the parameter."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
