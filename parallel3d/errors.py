@@ -25,7 +25,7 @@ class ConfigError(Parallel3dError):
 
 
 class ClusterError(Parallel3dError):
-    """A recipe would not run on this cluster, according to `parallel3d-launch check`."""
+    """Raised if a recipe would not run on this cluster, according to `parallel3d-launch check`."""
 
 
 class DataError(Parallel3dError):
@@ -100,7 +100,7 @@ class CtrlCError(PreemptedError):
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Converts file system errors of a block that writes `path` to SaveError."""
+    """Context manager for code that writes `path`. Converts file system errors to SaveError."""
     try:
         yield
     except OSError as error:

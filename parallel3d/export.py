@@ -39,7 +39,7 @@ class ExportForm:
         seq_len: Longest sequence length of training.
         dtype: torch's name of the weight dtype. None keeps the saved dtypes.
         largest_file_bytes: Size limit of a safetensors file.
-        tokenizer_files: Content of tokenizer files by name.
+        tokenizer_files: Content of the tokenizer files, by file name.
         end_of_text: Token id that ends a document.
         notes: Messages to the user.
     """
@@ -70,7 +70,7 @@ class ExportForm:
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
     """Returns tokenizer.json and the files next to it.
 
-    Without a published configuration, it creates one that names the transformers class. Byte
+    If there is no tokenizer_config.json, it creates one that names a Hugging Face class. Byte
     tokenizers have no files.
     """
     if not isinstance(tokenizer, JsonTokenizer):
@@ -169,7 +169,7 @@ def _files(tensors: list[ExportedTensor], largest_bytes: int) -> dict[str, list[
 
 
 def _read(checkpoint: Path, manifest: Manifest, tensor: ExportedTensor) -> Tensor:
-    """Returns a tensor as exported. Raises CheckpointError if a weight overflows float16."""
+    """Reads the values of an exported tensor. Raises CheckpointError if a weight overflows float16."""
     made = torch.empty_like(tensor.like, device="cpu")
     parts = (made.t() if tensor.source.transposed else made).chunk(len(tensor.source.parameters))
     for name, part in zip(tensor.source.parameters, parts, strict=True):

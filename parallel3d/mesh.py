@@ -31,7 +31,7 @@ class Role(StrEnum):
     SPLIT_TENSORS = "tp"
 
 
-DATA_ROLES = (Role.REPLICATE, Role.SHARD_PARAMETERS)  # Their ranks receive different data.
+DATA_ROLES = (Role.REPLICATE, Role.SHARD_PARAMETERS)  # Axes whose ranks receive different data.
 
 
 def dp_rank(parallel: ParallelConfig, rank: int) -> int:
@@ -66,7 +66,7 @@ class Axis:
         return full.narrow(dim, rows.start, len(rows))
 
     def __deepcopy__(self, memo: object) -> Axis:
-        return self  # A copy of a module uses the same ranks.
+        return self  # A copy of a module communicates with the same ranks.
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Axis:
@@ -103,7 +103,7 @@ def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
 
     Returns:
         Mesh with the axes pp, dp_replicate, dp_shard and tp, from the outermost inward. Every axis
-        exists, also with size 1.
+        exists, even if its size is 1.
 
     Example:
         >>> layout = parallel3d.ParallelConfig(pp=2, dp_shard=2, tp=2)
@@ -117,7 +117,7 @@ def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
 
 
 def data_ranks(mesh: DeviceMesh) -> list[int]:
-    """Returns the global ranks that this rank reduces gradients with."""
+    """Returns the global ranks over which this rank reduces gradients."""
     return mesh[DATA_ROLES].mesh.flatten().tolist()
 
 

@@ -185,7 +185,7 @@ class ParallelModel(nn.Module):
         _watch_optimizers()
 
     def _holder(self, path: str) -> nn.Module:
-        """Returns the submodule that mirrors `path` of a stage. Creates it if needed."""
+        """Returns the submodule that mirrors the one at `path` in a stage. Creates it if needed."""
         holder: nn.Module = self
         for name in filter(None, path.split(".")):
             if name not in holder._modules:
@@ -344,7 +344,9 @@ class ParallelModel(nn.Module):
         self._need_gradients("optimizer.step()", parameters)
 
     def finish_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Makes the stages compute with the values that an optimizer wrote to `parameters`."""
+        """Makes the stages compute with the values that an optimizer wrote to `parameters`, and
+        marks their gradients as used.
+        """
         self._stepped.update(parameters)
         self._engine.publish()
 
@@ -479,7 +481,9 @@ def _parallelized(optimizer: Optimizer) -> dict[ParallelModel, list[nn.Parameter
 
 @cache
 def _watch_optimizers() -> None:
-    """Registers hooks that check the call order before optimizer steps and publish after them."""
+    """Registers hooks that check the order of calls before an optimizer step, and call
+    `finish_step` after it.
+    """
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for model, parameters in _parallelized(optimizer).items():

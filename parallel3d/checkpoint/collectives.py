@@ -1,4 +1,4 @@
-"""Runs a function on all ranks, which fails on all of them if it fails on one."""
+"""Runs a function on all ranks, and raises its error on all of them if it fails on one."""
 
 from __future__ import annotations
 

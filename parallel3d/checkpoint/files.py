@@ -54,7 +54,7 @@ from parallel3d.errors import CheckpointError, SaveError, writing
 from parallel3d.torch_private import DcpPlace, dcp_index
 
 MODEL = "model."  # Prefix of the names of model parameters. No other tensors have it.
-# Bytes per part in addition to its elements: in its file, the index and the manifest.
+# Overhead per part in bytes, in its file, in the index and in the manifest together.
 _FRAME_BYTES = 4 << 10
 
 
@@ -78,7 +78,8 @@ class PlannedSave:
     config: str
     parts: list[tuple[WriteItem, Tensor]]  # Views of the state, or copies.
     agreed: Agreement
-    keep: CheckpointConfig | None = None  # Rule for deleting older checkpoints. None: keep all.
+    # Section whose `keep` keys say which older checkpoints to delete. None: keep all.
+    keep: CheckpointConfig | None = None
 
 
 def save_tensors(state: dict[str, Tensor], progress: Progress, path: Path, config: str) -> None:

@@ -1,8 +1,8 @@
-"""Tables of parameter names in transformers, one per model family, for export and import.
+"""Parameter names of Hugging Face models, with one table per family, for export and import.
 
-A tensor of transformers corresponds to one parameter of parallel3d, or to several that are stacked
-along their first dim. It can also be transposed: GPT-2 packs q, k and v, and its Conv1D stores
-matrices as [in, out].
+A tensor of a Hugging Face model corresponds to one parameter of parallel3d, or to several that are
+stacked along their first dim. It can also be transposed: GPT-2 packs q, k and v, and its Conv1D
+stores matrices as [in, out].
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from parallel3d.config.hugging_face import family_of
 from parallel3d.config.recipe import ModelConfig
 
-# Buffers that older versions of transformers saved with the weights. Nothing reads them.
+# Buffers that older versions of Transformers saved with the weights. They are ignored.
 UNREAD = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
 class HfTensor:
-    """Tensor of transformers, made of equally large parameters of parallel3d.
+    """Tensor of a Hugging Face model, made of equally large parameters of parallel3d.
 
     The parameters are stacked along their first dim, then transposed if `transposed`.
     """
@@ -110,12 +110,12 @@ NAMES = {
 
 
 def hf_tensors(model: ModelConfig) -> Iterator[HfTensor]:
-    """Yields the transformers tensors of a model, from the embedding to the head.
+    """Yields the tensors that a model has in Hugging Face format, from the embedding to the head.
 
-    A tied head is omitted, as transformers omits it.
+    A tied head is omitted, as in files that Transformers writes.
 
     Raises:
-        ConfigError: No family of transformers has this model.
+        ConfigError: No Hugging Face family can represent this model.
     """
     table = NAMES[family_of(model)]
     yield from table.first

@@ -96,7 +96,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class SavedFile:
-    """Size of a file in bytes, and its CRC-32 as eight hexadecimal digits."""
+    """Size in bytes of a saved file, and its CRC-32 as eight hexadecimal digits."""
 
     bytes: int
     crc32: str
@@ -104,7 +104,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """Box of a global tensor and its location: `bytes` bytes from `at` in a file.
+    """Region of a global tensor, and its location: `bytes` bytes from offset `at` in a file.
 
     The elements start at `data`, in row-major order.
     """
@@ -215,7 +215,7 @@ def _ending(text: bytes) -> bytes:
 
 
 def missing_files(folder: Path, manifest: Manifest) -> Iterator[Damage]:
-    """Yields files that are missing, unexpected, or of another size, without reading any."""
+    """Yields files that are missing, unexpected, or of the wrong size, without reading any."""
     there = {entry.name: entry.stat().st_size for entry in folder.iterdir()}
     for name, file in manifest.files.items():
         size = there.pop(name, None)
@@ -275,7 +275,7 @@ def find_damage(folder: Path) -> Iterator[Damage]:
 
 
 def differences(there: Shapes, here: Shapes) -> list[str]:
-    """Returns a line for each tensor that is missing or has another shape on either side.
+    """Returns a line for each tensor that only one side has, or whose shapes differ.
 
     Tensors of several blocks with the same difference share a line.
     """

@@ -38,7 +38,7 @@ _READ_BYTES = 64 << 20  # Largest read buffer in addition to the tensor.
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """File that a rank wrote, and its pieces."""
+    """File that a rank wrote, and the pieces in it."""
 
     files: dict[str, SavedFile]
     pieces: list[tuple[MetadataIndex, SavedPiece]]
@@ -75,10 +75,10 @@ def write_shard(folder: Path, rank: int, parts: Sequence[tuple[WriteItem, Tensor
 
 @cache
 def _frame(dtype: torch.dtype, shape: torch.Size) -> tuple[bytes, bytes]:
-    """Returns the bytes that torch.save writes before and after the elements of a tensor."""
+    """Returns the bytes that torch.save would write before and after the elements of a tensor."""
     tensor = torch.empty(shape, dtype=dtype)
     with TemporaryFile() as file:
-        with skip_data():  # Leaves a hole in the file for the elements.
+        with skip_data():  # Makes torch.save leave out the elements.
             torch.save(tensor, file)
         with ZipFile(file) as archive, archive.open("archive/data/0"):
             start = file.tell()
@@ -97,7 +97,8 @@ def read_own_part(folder: Path, saved: SavedTensor, tensor: Tensor) -> None:
 
 
 def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: Tensor) -> None:
-    """Reads the region of a saved tensor that starts at `offsets` into `target`.
+    """Reads the region of a saved tensor that starts at `offsets` and has the shape of `target`
+    into `target`.
 
     Raises:
         DamagedCheckpointError: A file cannot be read.

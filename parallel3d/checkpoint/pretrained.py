@@ -1,4 +1,6 @@
-"""Loads weights from a folder of transformers. Each rank reads only the slices of its shards."""
+"""Loads weights from a folder in Hugging Face format. Each rank reads only the slices of its
+shards.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def refuse_another_model(
     here = {each.name: each.shape(shapes[each.parameters[0]]) for each in hf_tensors(model)}
     stored = _open(folder, model)
     if model.tied_embeddings:
-        # Some files contain the tied head. transformers ties it, too.
+        # Some files contain the tied head, although Transformers ignores it.
         stored.pop(HEAD, None)
     lines = differences({name: each.get_shape() for name, each in stored.items()}, here)
     for name, each in stored.items():
@@ -100,7 +102,7 @@ def _part(
 ) -> Tensor:
     """Reads a rank's shard of a parameter in float32.
 
-    The parameter is number `at` among those that the transformers tensor is made of.
+    `at` is the index of the parameter among those that `tensor` is made of.
     """
     rows, columns = spec.box(tp, shards)
     before = at * spec.shape[0]

@@ -1,9 +1,10 @@
 """Saves checkpoints during a run, optionally in the background.
 
-With `checkpoint.in_background`, the training thread only agrees with the other ranks on who writes
-what, and copies this rank's parts into host memory. Another thread writes the copies, waits for all
-ranks, commits the checkpoint and deletes older ones. It uses a separate gloo group, so that it does
-not interfere with the collectives of training. Only one save runs at a time.
+With `checkpoint.in_background`, the training thread only plans with the other ranks which of them
+writes which tensor, and copies this rank's parts into host memory. Another thread writes the
+copies, waits for all ranks, commits the checkpoint and deletes older ones. That thread uses a
+separate gloo group, so that it does not interfere with the collectives of training. Only one save
+runs at a time.
 """
 
 from __future__ import annotations
@@ -30,16 +31,17 @@ class _SaveUnderWay:
     """Save in progress, and its outcome."""
 
     path: Path
-    is_last: bool  # The run ends with this save, so a failure cannot be made up for by a later one.
+    is_last: bool  # True for the last save of a run. No later save can make up for its failure.
     then: Callable[[dist.ProcessGroup | None], str] | None
     is_in_place: bool = False
-    line: str | None = None  # Line that `then` returned.
+    line: str | None = None  # Line for the user that `then` returned.
     error: BaseException | None = None
     end: threading.Event = field(default_factory=threading.Event)
 
 
 class Saver(AbstractContextManager["Saver"]):
-    """Saves the checkpoints of a run. All ranks call its methods after the same steps.
+    """Saves the checkpoints of a run. All ranks must call its methods in the same order, after the
+    same steps.
 
     `saved` is called with each completed checkpoint, and `say` prints a line.
     """
@@ -59,7 +61,9 @@ class Saver(AbstractContextManager["Saver"]):
         # Host memory for this rank's parts, pinned if they are on a GPU.
         self._buffers: list[Tensor] = []
         self._under_way: _SaveUnderWay | None = None
-        self._agreed: Agreement | None = None  # Agreement of the previous save.
+        # Which rank writes what, as agreed in the previous save. Reused while the state has the
+        # same form.
+        self._agreed: Agreement | None = None
 
     def save(
         self,
@@ -111,8 +115,8 @@ class Saver(AbstractContextManager["Saver"]):
     def step_done(self) -> None:
         """Reports a completed save.
 
-        An error that ends the run waits for `finish`, because ranks may notice it after different
-        steps.
+        An error that must end the run is raised in `finish`, which all ranks call after the same
+        step. Here, ranks may notice it after different steps.
         """
         save = self._under_way
         if save is not None and save.end.is_set() and not self._ends_the_run(save):
@@ -137,7 +141,7 @@ class Saver(AbstractContextManager["Saver"]):
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Waits for the current save at the end of a run, also after an error that all ranks share.
 
-        Does not wait after the loss of a peer or if the run is out of time.
+        It does not wait if a peer is lost or the time limit of the save has passed.
         """
         cannot_wait = isinstance(error, RankError | NotSavedInTimeError)
         if error is None:

@@ -1,4 +1,5 @@
-"""Folder of a run's checkpoints: list, commit, set aside, delete. Also `checkpoint.start_from`.
+"""Manages the folder of a run's checkpoints: lists, commits, sets aside and deletes them. Also
+`checkpoint.start_from`.
 
 No torch here.
 
@@ -35,13 +36,14 @@ from parallel3d.launch.run_dir import STEP_FOLDERS
 
 _NAME = re.compile(r"step_\d{8,}")
 CONFIG_JSON = "config.json"
-# Weights depend on the first list of model keys. A run may change the second.
+# Keys of `model` that must agree with the weights, and keys that a run may change.
 _SAME = [
     *["architecture", "layers", "hidden", "heads", "key_value_heads", "head_size", "ffn_hidden"],
     *["vocab", "max_positions", "qkv_bias", "qk_norm", "tied_embeddings"],
 ]
 _MAY_DIFFER = ["norm_eps", "rope_theta", "rope_scaling", "window"]
-_KEYS = {"key_value_heads": "kv_heads", "head_size": "head_dim"}  # Recipe keys of these properties.
+# Names of the recipe keys behind two of these properties.
+_KEYS = {"key_value_heads": "kv_heads", "head_size": "head_dim"}
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -59,7 +61,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Returns the folders named like a checkpoint, also incomplete ones, oldest first."""
+    """Returns the folders that are named like a checkpoint, even incomplete ones, oldest first."""
     found = (path for path in folder.glob("step_*") if _NAME.fullmatch(path.name))
     return sorted(found, key=step_of)
 
@@ -93,8 +95,8 @@ def find_checkpoints(resume: str, folder: Path) -> list[Path]:
 def find_start(start_from: str | None) -> list[Path]:
     """Returns the checkpoints to try for `checkpoint.start_from`, in order.
 
-    It can name a checkpoint, the folder of a run (newest first), or a folder of transformers.
-    Raises ConfigError if there is nothing to load.
+    It can name a checkpoint, the folder of a run (newest first), or a folder in Hugging Face
+    format. Raises ConfigError if there is nothing to load.
     """
     if start_from is None:
         return []

@@ -1,9 +1,9 @@
-"""Splits an existing module, for example of transformers, over tp in place by rules.
+"""Splits an existing module, such as a Hugging Face model, over tp in place by rules.
 
 The rules map name patterns to styles (`convert.rules`). Every parameter becomes a DTensor on the tp
 axis with its old name and global shape. State dicts, `fully_shard` and checkpoints of another tp
 see the same tensors as before. Split modules compute on local tensors and local heads. Activations
-between them are replicated, or split along the sequence if the rules say so.
+between them are replicated, or split along the sequence if the rules ask for it.
 
 [Note: packed weights] q, k and v that are packed along the output features cannot be sharded along
 them: one shard would hold q and half of k. Such a weight [O, I] is stored sharded along its *input*
@@ -277,7 +277,7 @@ def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
             plan.check_divides(count, "experts")
             plan.parallel_class = ParallelExperts
             plan.dims = dict.fromkeys(plan.dims, 0)
-            # transformers reads this attribute.
+            # Hugging Face models read this attribute.
             settings |= {"count": count, "_is_expert_parallel": True}
             plan.counts[module, "num_experts"] = count // tp
         case Divide(attributes=attributes, shared=shared):
@@ -330,7 +330,7 @@ def _split_columns(plan: ModulePlan, style: Column) -> None:
 
 
 def _weight_dims(plan: ModulePlan) -> tuple[int, int]:
-    """Returns the dims of the weight's output and input features."""
+    """Returns the dim of the weight's output features and that of its input features."""
     if not is_linear(plan.module):
         kind = type(plan.module).__name__
         raise plan.error(

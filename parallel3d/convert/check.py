@@ -64,7 +64,8 @@ def figures(x: Tensor) -> Figures:
 
 @contextmanager
 def checked(module: nn.Module, tp: DeviceMesh, example: Example | None) -> Iterator[None]:
-    """Runs a module before and after the block that splits it, and compares the results.
+    """Context manager for code that splits a module. Runs the module before and after the `with`
+    block, and compares the results.
 
     Raises ValueError on all ranks if an output or gradient differs. A module on the meta device is
     not compared.
@@ -151,7 +152,7 @@ def _compare(
 
 
 def _guess_example(module: nn.Module, tp: int) -> Example:
-    """Returns token ids [2, 4 tp] for a model of transformers. Raises ValueError for others."""
+    """Returns token ids [2, 4 tp] for a Hugging Face model. Raises ValueError for others."""
     vocab = getattr(getattr(module, "config", None), "vocab_size", None)
     if not vocab:
         raise ValueError(
@@ -165,7 +166,7 @@ def _guess_example(module: nn.Module, tp: int) -> Example:
 
 
 def _weights(numbers: int, device: torch.device) -> Tensor:
-    """Returns cosines of 0, 1, ..., factors that distinguish positions."""
+    """Returns the cosines of 0, 1, ... as factors that distinguish positions."""
     return torch.arange(numbers, dtype=torch.float64, device=device).cos()
 
 
@@ -178,7 +179,7 @@ def _first_number(output: Any) -> Tensor | None:
 
 @contextmanager
 def _recording(module: nn.Module, trace: Trace) -> Iterator[None]:
-    """Records the first output of each module.
+    """Context manager that records the first output of each module.
 
     Outputs inside experts are skipped, because ranks see different tokens there. An exception in a
     module becomes a RuntimeError that names the innermost module.
@@ -209,7 +210,7 @@ def _recording(module: nn.Module, trace: Trace) -> Iterator[None]:
 
 @contextmanager
 def _comparable(module: nn.Module) -> Iterator[None]:
-    """Disables dropout of a module within the block, and converts 16-bit dtypes to float32.
+    """Context manager that disables dropout in a module and converts its 16-bit dtypes to float32.
 
     float32 distinguishes wrong sums from rounding. The weights are restored afterwards.
     """

@@ -1,4 +1,4 @@
-"""Rules for the model families of transformers 5.
+"""Rules for the model families of Hugging Face Transformers 5.
 
 A table covers all models of a family, with or without a head. Patterns that match nothing in a
 model are dropped for it. tests/distributed/test_families.py compares each family with the unsplit
@@ -134,11 +134,12 @@ _IN_BLOCK = (
 )
 _LLAMA_SEQUENCE: _Table = {
     "**.layers.0": Scatter(),
-    **dict.fromkeys(_IN_BLOCK, Replicate(partial_gradient=True)),  # Norms of this rank's tokens.
+    # These norms work on this rank's tokens.
+    **dict.fromkeys(_IN_BLOCK, Replicate(partial_gradient=True)),
     "**.norm": _GATHERED,
 }
-# Changes, in addition to Enter() and Row(), if the sequence is split from the first block to the
-# last norm.
+# Changes for sequence parallelism, in addition to those of Enter() and Row(). The sequence is split
+# from the first block to the last norm.
 SEQUENCE_FAMILIES: Mapping[str, Rules] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_SEQUENCE),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _LLAMA_SEQUENCE),
@@ -152,7 +153,7 @@ SEQUENCE_FAMILIES: Mapping[str, Rules] = {
 
 
 def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
-    """Returns the tensor-parallel rules for a model of transformers.
+    """Returns the tensor-parallel rules for a Hugging Face model.
 
     Args:
         module: Model with a `config.model_type`.

@@ -1,4 +1,4 @@
-"""Classes that `convert.apply` puts on top of a module's own class, as `fully_shard` does.
+"""Classes that `convert.apply` adds to the class of a module at run time, as `fully_shard` does.
 
 Their forward pass works on this rank's shards. Each docstring lists the communication. Shapes: B
 batch, S sequence, I input features, O output features, n = tp.
@@ -95,7 +95,7 @@ class RowParallel(ShardedModule):
         return self.sequence_parallel  # Each rank adds the bias to its own tokens.
 
 
-# Derives from nn.Embedding to come between torch's class and that of a model.
+# Derives from nn.Embedding, so that in the MRO it can come after a model's own subclass.
 class VocabParallel(ShardedModule, nn.Embedding):
     """Embedding with split rows: ids [B, S] -> [B, S, D], all-reduced in the forward pass."""
 
@@ -104,7 +104,7 @@ class VocabParallel(ShardedModule, nn.Embedding):
         if self.padding_idx is None:
             return y
         is_padding = (ids == self.padding_idx).unsqueeze(-1)
-        return torch.where(is_padding, y.detach(), y)  # Its row gets no gradient.
+        return torch.where(is_padding, y.detach(), y)  # The row of the padding id gets no gradient.
 
 
 class Replicated(ShardedModule):
@@ -138,7 +138,7 @@ class ParallelExperts(Replicated):
     Inputs are tokens [T, D], and the experts and weights [T, k] of each token. Expert indices count
     over all ranks. The output is [T, D]. y is all-reduced in the forward pass, dx and the gradient
     of the weights in the backward pass. Choices of other ranks' experts get weight 0 and an index
-    that transformers skips.
+    that Hugging Face's experts skip.
     """
 
     count: int  # Experts over all ranks.
@@ -180,10 +180,10 @@ class ScatterSequence(EnterRegion):
 
 
 def add_class(module: nn.Module, kind: type[ShardedModule], axis: Axis, **settings: Any) -> None:
-    """Puts a class on top of the module's own. The object, its parameters and its hooks stay.
+    """Adds a class to that of a module. The object, its parameters and its hooks stay.
 
-    A vocabulary-parallel embedding goes below a class that changes the result of torch's embedding,
-    such as Gemma's.
+    A vocabulary-parallel embedding comes after a subclass that changes the result of torch's
+    embedding, such as Gemma's.
     """
     own = type(module)
     is_below = kind is VocabParallel and own.forward is not nn.Embedding.forward
@@ -194,7 +194,7 @@ def add_class(module: nn.Module, kind: type[ShardedModule], axis: Axis, **settin
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Returns True for torch's linear layer, transformers' Conv1D, and equivalents."""
+    """Returns True for torch's linear layer, Hugging Face's Conv1D, and equivalents."""
     is_torch = type(module).forward is nn.Linear.forward or type(module).__name__ == "FalconLinear"
     return is_torch or is_conv1d(module)
 

@@ -36,7 +36,7 @@ _LARGEST_INDEX_BYTES = 64 << 20  # An index has about 100 bytes per tensor.
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Builds parameters of modules in this block on the meta device.
+    """Context manager in which parameters of new modules are created on the meta device.
 
     Buffers are built as usual, because files rarely contain them (for example rotary frequencies).
 

@@ -3,7 +3,7 @@
 Rules map name patterns to styles. In a pattern, `*` matches one part of a module's name and `**`
 any number of parts, including none: `model.layers.*.mlp.up_proj`, `**.mlp.up_proj`. A style is one
 of the classes below, or a word: "column", "row", "vocab", "replicate". `convert.families` has the
-rules for families of transformers.
+rules for Hugging Face families.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Vocab:
 
 @dataclass(frozen=True)
 class SplitExperts:
-    """Style of the experts of a mixture of experts in transformers 5.
+    """Style of the experts of a mixture of experts in Hugging Face Transformers 5.
 
     The module has parameters [experts, ...]. Its forward pass takes tokens, and the experts and
     weights of each token. Each rank keeps some of the experts, and the outputs are summed over tp.
@@ -169,7 +169,7 @@ class Divide:
     Args:
         attributes: Names of the counts. `config.count` is set in a copy of the config that only
             this module has.
-        shared: Those of the attributes that count shared heads. If tp is a multiple of such a
+        shared: The attributes that count shared key/value heads. If tp is a multiple of such a
             count, each rank keeps one.
 
     Example:

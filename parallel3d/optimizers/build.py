@@ -1,4 +1,6 @@
-"""Builds the optimizer of this rank's parameters from the `optimizer` section of a recipe."""
+"""Builds the optimizer for this rank's parameters, as the `optimizer` section of a recipe describes
+it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ class LocalOptimizer(torch.optim.Optimizer):
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer], label: str) -> None:
         groups = list(chain.from_iterable(part.param_groups for part in parts))
-        # torch needs a group, even if all parameters of this rank are frozen.
+        # torch requires a group, even if all parameters of this rank are frozen.
         super().__init__(groups or [{"params": []}], {})
         self.label = label  # Identifies the states in a checkpoint.
         self._parts = parts
@@ -105,7 +107,7 @@ def _optimizer(
     for parameter in parameters:
         local = parameter.local
         states = {state: torch.zeros_like(local, dtype=dtype) for state in names}
-        if name == "adamw":  # The kernel of AdamW reads the step on the device.
+        if name == "adamw":  # The fused AdamW kernel reads the step from a tensor on the device.
             states["step"] = torch.zeros((), device=local.device)
         optimizer.state[local] = states
     return optimizer

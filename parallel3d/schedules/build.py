@@ -57,7 +57,7 @@ def build_schedule(
 
 @lru_cache(maxsize=1024)
 def placement(name: ScheduleName, *, pp: int, virtual_stages: int) -> tuple[int, ...]:
-    """Returns the rank of each stage: looped over the ranks, or V-shaped (down and up again)."""
+    """Returns the rank of each stage: looped over the ranks, or down and up again in a V."""
     if schedule_traits(name).stages.v_shaped:
         return (*range(pp), *reversed(range(pp)))
     return tuple(range(pp)) * virtual_stages

@@ -12,7 +12,7 @@ from parallel3d.schedules.schedule import Action, Kind, Schedule
 _BEGUN = 1
 _HALF = 2
 _DONE = 3
-# kind -> {state of (stage, microbatch) before the action: state after it}
+# For each kind of action: the state of (stage, microbatch) before it, mapped to the state after it.
 _STATE_AFTER = {
     Kind.FORWARD: {0: _BEGUN},
     Kind.BACKWARD: {_BEGUN: _DONE},

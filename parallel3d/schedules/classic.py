@@ -22,7 +22,8 @@ from itertools import pairwise
 from parallel3d.schedules.schedule import Action, Kind
 
 Actions = list[Action]
-# (pp, rank, microbatches, stages per rank) -> forward actions before forward and backward alternate
+# Takes (pp, rank, microbatches, stages per rank). Returns the number of forward actions before
+# forward and backward actions alternate.
 WarmUp = Callable[[int, int, int, int], int]
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741

@@ -41,7 +41,8 @@ class StagesPerRank:
     least: int = 1
     most: int | None = 1  # None: unlimited
     usual: int = 1
-    v_shaped: bool = False  # The second half of the stages is placed back up the ranks.
+    # True if the second half of the stages is placed on the ranks in reverse order.
+    v_shaped: bool = False
 
     def allow(self, virtual_stages: int) -> bool:
         """Returns True if a rank can hold this number of stages."""
@@ -58,7 +59,7 @@ class ScheduleTraits:
     """Properties of a schedule that do not depend on its size."""
 
     name: ScheduleName
-    # (pp, rank, microbatches, stages per rank) -> actions of the rank
+    # Takes (pp, rank, microbatches, stages per rank). Returns the actions of the rank.
     builder: Callable[[int, int, int, int], Actions]
     stages: StagesPerRank = StagesPerRank()
     # Forward actions before forward and backward alternate. None: the builder does not alternate.

@@ -125,7 +125,7 @@ class Schedule:
 
     @cached_property
     def _first_slots(self) -> dict[tuple[int, Kind], tuple[int, int]]:
-        """Slots of microbatch 0. The slots of microbatch m are m higher.
+        """Slots of microbatch 0. Add m to get those of microbatch m.
 
         There is one row of slots for each of: the model's input, the outputs of each stage, the
         gradients of each stage's inputs, the gradient of the model's output, and results that no
@@ -139,7 +139,7 @@ class Schedule:
             gradient = (1 + stages + stage) * count
             found[stage, Kind.FORWARD] = (output - count, output)
             found[stage, Kind.BACKWARD] = found[stage, Kind.INPUT] = (gradient + count, gradient)
-            # It needs only its first half, an earlier action of the same rank.
+            # It needs only the first half of its backward pass, an earlier action of the same rank.
             found[stage, Kind.WEIGHT] = (0, (2 + 2 * stages) * count)
         return found
 

@@ -90,15 +90,16 @@ class SharedExchange:
         self._hears = {other: own.open_pipe(str(other), mode) for other in others}
         self._tells = [self._segments[each].open_pipe(str(rank), os.O_WRONLY) for each in others]
         self._views: dict[tuple[int, torch.dtype, torch.Size], list[Tensor]] = {}
-        self._group = group  # Its timeout may change later.
+        self._group = group  # Kept, because its timeout may change later.
         self._opened = 0
         self._finished = 0
 
     def start(self, x: Tensor) -> Callable[[], list[Tensor]]:
-        """Publishes `x`, which must be contiguous and at most SLOT_BYTES.
+        """Writes `x` to this rank's slot and notifies the other ranks. `x` must be contiguous and
+        have at most SLOT_BYTES.
 
-        Call the result for the tensors of all ranks in rank order. They stay valid until two
-        exchanges later.
+        The result is a function that waits and returns the tensors of all ranks in rank order. They
+        stay valid until two exchanges later.
         """
         assert self._opened - self._finished < IN_FLIGHT, "no slot is free"
         slot = self._opened % SLOTS

@@ -24,7 +24,7 @@ from parallel3d.shared_memory.segment import PeerLostError, Segment, read_pipe, 
 WAITS_FOR_RANKS = True  # Read by parallel3d.watch.heartbeat.
 
 RING_BYTES = 4 * 2**20
-# Larger messages use the backend, which copies in the background.
+# Larger messages go through the backend, which copies in the background.
 LARGEST_BYTES = RING_BYTES // 4
 ALIGNMENT = 64  # Bytes, for each tensor in a message.
 _HEADER = struct.Struct("<II")  # Digest, and start of the message in the ring.

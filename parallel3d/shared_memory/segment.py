@@ -27,7 +27,8 @@ _MEMORY = "memory"
 
 @contextmanager
 def own_folder(device_type: str) -> Iterator[Path | None]:
-    """Creates a folder for segments in shared memory, and removes it at the end of the block.
+    """Context manager that creates a folder for segments in shared memory, and removes it
+    afterwards.
 
     By then all other processes must have opened their files. Yields None for devices other than
     CPUs, and if shared memory is full, read-only or missing.

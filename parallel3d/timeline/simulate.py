@@ -38,7 +38,7 @@ class StageTimes:
         return self.input + self.weight if self.full_backward is None else self.full_backward
 
 
-EQUAL = StageTimes()  # Assumption of the papers.
+EQUAL = StageTimes()  # The papers on schedules assume these times.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class ActionOrder:
 
     Each of `steps` holds (rank, index of the duration, input slot, output slot, index of the
     transfer). The index of the duration is 4 x stage + kind. The index of the transfer is the later
-    stage of the gap. 0 and the number of stages mean no transfer.
+    of its two stages. 0 and the number of stages mean no transfer.
     """
 
     schedule: Schedule
