@@ -1,7 +1,7 @@
-"""Shipped recipes as YAML files, and the function that each local worker of a run executes.
+"""Shipped recipes as YAML files, and the functions that the workers of a run execute.
 
-The function is not in `pretrain`, because processes of multiprocessing import the main module again
-under another name."""
+The functions are not in `pretrain`, because a process started by multiprocessing imports the main
+module again, as `__mp_main__`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from parallel3d.planner.hardware.cluster import cluster_of_cuda
 from parallel3d.planner.model.training import unmodeled_settings
 from parallel3d.tools.arguments import HARDWARE
 
-_FEWEST_LINES = 5  # lines of metrics.jsonl; the first includes the start-up
+_FEWEST_LINES = 5  # fewest lines of metrics.jsonl to plan with; the first includes the start-up
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -51,14 +51,14 @@ def find_recipe(name_or_path: str) -> Path:
 
 @dataclass(frozen=True)
 class Job:
-    """The job of all ranks of a recipe: a function of this module. Each rank calls it with the
-    recipe, its rendezvous and `arguments`."""
+    """Function of this module that all ranks call with `recipe`, their rendezvous and
+    `arguments`."""
 
     recipe: Recipe
-    function: str = "work"
+    function: str = "work"  # name of the function
     arguments: tuple[object, ...] = ()
-    notes: tuple[str, ...] = ()  # warnings for the user before the job starts
-    is_restart: bool = False  # the launcher has restarted the job
+    notes: tuple[str, ...] = ()  # warnings to print before the job starts
+    is_restart: bool = False  # True if the launcher has restarted the job
 
     @property
     def trains(self) -> bool:
@@ -66,8 +66,8 @@ class Job:
 
 
 def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
-    """Runs one rank of the training."""
-    # This imports torch, so that errors in a recipe appear without that delay.
+    """Runs one rank of a training run."""
+    # Imports torch, so errors in a recipe are reported before.
     from parallel3d.training.worker import run_worker
 
     run_worker(recipe, rendezvous, model_class(recipe.model.architecture), peak_flops)
@@ -79,9 +79,9 @@ def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
 def plan_with(recipe: Recipe) -> str | None:
     """Returns the command that plans with the measured speed of a completed run.
 
-    Returns None if there are too few metric lines, or if the planner does not know the model or
-    device."""
-    import torch  # already imported by the run
+    Returns None if the run has too few metrics lines, or if the planner does not support the recipe
+    or the GPU."""
+    import torch  # already imported by `work`
 
     metrics = Path(recipe.run_dir or "") / "metrics.jsonl"
     lines = metrics.read_text().count("\n") if metrics.is_file() else 0
@@ -105,7 +105,6 @@ def read_saved(recipe: Recipe, rendezvous: Rendezvous, command: str, as_json: bo
 
 
 def peak_flops(cuda_name: str, precision: str) -> float | None:
-    """Returns the dense peak FLOP/s of a GPU, given its CUDA device name, from its hardware file.
-    Returns None if no file lists it."""
+    """Returns the dense peak FLOP/s of a GPU, or None if no hardware file lists its name."""
     cluster = cluster_of_cuda(cuda_name, [HARDWARE])
     return None if cluster is None else cluster.device.peak(precision)

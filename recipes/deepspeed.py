@@ -13,23 +13,23 @@ from parallel3d.config.hugging_face import read_config_json
 from parallel3d.config.yaml_text import dump_yaml, shown
 
 _OFF = (False, None, 0, "none", "null", "")
-_AUTO = "auto"  # filled in by the Trainer of transformers
+_AUTO = "auto"  # value that the Hugging Face Trainer fills in
 _BATCH, _MICROBATCH = "train_batch_size", "train_micro_batch_size_per_gpu"
 _NEEDED = ("model.name", "train.seq_len", "train.steps", "train.global_batch_size")
 
 
 @dataclass
 class Translation:
-    """Recipe keys with their values, and a report line on each DeepSpeed key."""
+    """Recipe keys with their values, and report lines on the DeepSpeed keys."""
 
     keys: dict[str, Any] = field(default_factory=dict)
     taken: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
-    open: list[str] = field(default_factory=list)  # keys that still need a value
-    refused: list[str] = field(default_factory=list)  # keys whose effect is missing here
+    open: list[str] = field(default_factory=list)  # recipe keys that still need a value
+    refused: list[str] = field(default_factory=list)  # keys without a counterpart here
 
     def to_yaml(self) -> str:
-        """Returns the recipe keys as YAML, with comments on the missing values."""
+        """Returns the recipe keys as YAML, with a comment for each missing value."""
         tree: dict[str, Any] = {}
         for name, value in self.keys.items():
             section, _, key = name.partition(".")
@@ -37,7 +37,7 @@ class Translation:
         return "".join(f"# missing: {line}\n" for line in self.open) + dump_yaml(tree)
 
     def lines(self) -> Iterator[str]:
-        """Yields the report lines, each list under its heading."""
+        """Yields the report, grouped under headings."""
         headings = {
             "translated": self.taken,
             "ignored": self.ignored,
@@ -77,7 +77,7 @@ def from_deepspeed(path: Path) -> Translation:
 def _translate(
     key: str, config: Mapping[str, Any], table: Mapping[str, Any], found: Translation
 ) -> None:
-    """Translates one key."""
+    """Adds the translation and the report line of one DeepSpeed key."""
     value, switch = config[key], _switch(key, config)
     usual = key.replace("bfloat16", "bf16").replace("stage3_", "")
     name, said = table["keys"].get(usual), f"{key} = {shown(value)}"
@@ -120,7 +120,7 @@ def _set_ranks(config: Mapping[str, Any], found: Translation) -> None:
 
 
 def _flat(tree: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the leaves of nested mappings by dotted names. An empty section is a leaf."""
+    """Yields (dotted name, value) for each leaf. An empty mapping is a leaf."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{under}{key}.")
@@ -129,8 +129,8 @@ def _flat(tree: Mapping[str, Any], under: str = "") -> Iterator[tuple[str, Any]]
 
 
 def _switch(key: str, config: Mapping[str, Any]) -> Any:
-    """Returns the value that turns the innermost section of a key on or off, or else the value of
-    the key."""
+    """Returns the value of `enabled` or `device` in the innermost section of a key that has one,
+    otherwise the value of the key."""
     section = key
     while section := section.rpartition(".")[0]:
         for name in ("enabled", "device"):

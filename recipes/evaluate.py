@@ -1,4 +1,4 @@
-"""The commands on the folder of a run: `parallel3d-train evaluate`, `generate` and `replay`."""
+"""Commands that read the folder of a run: `parallel3d-train evaluate`, `generate`, `replay`."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ _SAMPLING = {  # option of `generate` -> key of the recipe, help text
     ),
     "--seed": ("train.sample_seed", "seed for drawing tokens (default: train.sample_seed)"),
 }
-# Keys about optimization and logging. For reading a model they are reset to their defaults, with an
-# optimizer without states and without local SGD.
+# Prefixes of keys that do not affect the model. `evaluate` and `generate` reset them to their
+# defaults, and use SGD, which has no optimizer states.
 _NOT_READ = (
     "optimizer.",
     "loss_scale.",
@@ -72,8 +72,8 @@ _OVERRIDES += [
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Parses the command line of one of COMMANDS. Sets `load`, which returns the `Job` of evaluate
-    and generate."""
+    """Parses the command line of one of COMMANDS. The result's `load` returns the `Job` of
+    `evaluate` or `generate`."""
     command, *rest = arguments
     prog = f"parallel3d-train {command}"
     epilog = "\n".join(["examples:", *(f"  {prog} {example}" for example in _EXAMPLES[command])])
@@ -113,7 +113,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _job(options: argparse.Namespace) -> Job:
-    # imported late: --help does not need it
+    # imported late, because --help does not need it
     from parallel3d.checkpoint.store import find_checkpoints
 
     sampling = []
@@ -134,7 +134,7 @@ def _job(options: argparse.Namespace) -> Job:
         words = f"--step {options.step}: no such checkpoint" if there else "has no checkpoint"
         tries = f"there are {', '.join(there)}" if there else "train with checkpoint.every=100"
         raise ConfigError(f"{folder}: {words}; {tries}")
-    # These commands write nothing to the folder of the run.
+    # These jobs write nothing to the run folder.
     recipe = replace(
         recipe, run_dir=None, checkpoint=replace(recipe.checkpoint, resume=str(saved[0]))
     )
@@ -142,8 +142,8 @@ def _job(options: argparse.Namespace) -> Job:
 
 
 def replay(options: argparse.Namespace) -> int:
-    """Sends the metrics of a run to a sink and returns the exit status. Raises SinkError if the
-    sink fails."""
+    """Sends the metrics of a run to a sink. Returns the exit status. Raises SinkError if the sink
+    fails."""
     if options.sink not in SINKS:
         raise ConfigError(f"SINK = {options.sink}: no such sink; try {' or '.join(SINKS)}")
     folder = Path(options.run)
@@ -155,7 +155,7 @@ def replay(options: argparse.Namespace) -> int:
         )
     *whole, _cut_off = file.read_text(errors="replace").split("\n")
     with locked(folder):
-        # Start a new run in the dashboard. Later lines of this run go there too.
+        # Start a new run in the dashboard. If this run resumes, it continues there.
         run.id_file(options.sink).unlink(missing_ok=True)
         try:
             sink = SINKS[options.sink]()
@@ -170,7 +170,7 @@ def replay(options: argparse.Namespace) -> int:
 
 
 def _recipe_of(folder: Path, overrides: list[str]) -> Recipe:
-    """Returns the recipe in a run's folder, with `key=value` overrides."""
+    """Returns the recipe of a run, read from its folder, with `key=value` overrides."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(
             f"{folder}: has no config.yaml, so it is not the folder of a run; try runs/quickstart"

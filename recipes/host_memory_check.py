@@ -1,7 +1,7 @@
 """Checks with the planner, before any worker starts, that a run on CPUs fits into the memory of
 this host.
 
-Otherwise Linux would kill a worker without a message. GPUs are not checked."""
+Otherwise Linux would kill a worker without a message. GPUs and custom models are not checked."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ from parallel3d.planner.report.page import si
 from parallel3d.planner.search.request import PlanRequest
 from parallel3d.tools.arguments import HARDWARE
 
-# Memory of a worker in addition to the model: Python objects, gloo, part of torch.
+# Memory of a worker without the model: Python objects, gloo, part of torch.
 _WORKER_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Memory that is still available on this host, and the limit that determines it."""
+    """Bytes available on this host, and the name of the limit that leaves them."""
 
     bytes_: int
     limit: str
 
 
 def question_of(recipe: Recipe) -> PlanRequest:
-    """Returns the plan request for the layout of a recipe. The hardware matters only as CPU or
-    GPU."""
+    """Returns a plan request for the layout of a recipe, on CPUs or, for any GPU, on H100s."""
     return PlanRequest(
         shape=from_config(recipe.model),
         cluster=load_cluster("cpu" if recipe.train.device == "cpu" else "h100-80gb", [HARDWARE]),
@@ -51,8 +50,8 @@ def question_of(recipe: Recipe) -> PlanRequest:
 
 
 def check_host(recipe: Recipe, ranks: int, free: FreeMemory | None = None) -> None:
-    """Raises ConfigError if `ranks` ranks on the CPUs of this host need more memory than is
-    available. `free` defaults to the memory that the system reports."""
+    """Raises ConfigError if `ranks` ranks on the CPUs of this host need more memory than `free`
+    (default: what the system reports). Skips ranks that may use GPUs and custom models."""
     device, free = recipe.train.device, free or free_memory()
     may_have_gpu = device == "cuda" or (device == "auto" and has_gpu_files())
     if may_have_gpu or free is None or recipe.model.is_custom:
@@ -71,8 +70,7 @@ def check_host(recipe: Recipe, ranks: int, free: FreeMemory | None = None) -> No
 
 
 def _host_bytes(recipe: Recipe, ranks: int) -> float:
-    """Returns the sum of the peak memory of the first ranks, even if their peaks are at different
-    times."""
+    """Returns the sum of the first ranks' peak memory, even if they peak at different times."""
     by_rank = memory_by_rank(question_of(recipe).planned_run(recipe.parallel))
     stages = Counter(recipe.parallel.coordinates(rank).pp for rank in range(ranks))
     return ranks * _WORKER_BYTES + sum(count * by_rank[pp].total for pp, count in stages.items())
@@ -81,8 +79,8 @@ def _host_bytes(recipe: Recipe, ranks: int) -> float:
 def free_memory(
     proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
 ) -> FreeMemory | None:
-    """Returns the smallest memory that the system and the control groups of this process leave.
-    Returns None if it is unknown."""
+    """Returns the smallest free memory of the system and of the version 2 cgroups of this process,
+    or None if it is unknown."""
     try:
         meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
         found = [FreeMemory(int(meminfo["MemAvailable"].split()[0]) << 10, "the system")]
@@ -98,7 +96,7 @@ def free_memory(
 
 
 def _left_in(group: Path) -> Iterator[FreeMemory]:
-    """Yields the free memory of a control group with a limit. Inactive file pages count as free."""
+    """Yields the free memory of a cgroup if it has a limit. Inactive file pages count as free."""
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit == "max":
@@ -110,5 +108,5 @@ def _left_in(group: Path) -> Iterator[FreeMemory]:
             + int(stat.get("inactive_file", 0))
         )
     except (OSError, ValueError):
-        return  # the group is not visible here, as in a container
+        return  # the cgroup is not visible, as in a container
     yield FreeMemory(max(left, 1), f"the cgroup limit of {int(limit) / GIB:,.1f} GiB")

@@ -1,8 +1,8 @@
-"""The command `parallel3d-train`, and the worker that it, torchrun or srun starts. Its commands on
+"""The command `parallel3d-train`, which also runs as a worker of torchrun or srun. Its commands on
 existing runs are in `evaluate`.
 
-All checks run here, before other processes start and before torch is imported. Only a custom model
-class (`model.architecture: module:Class`) imports torch earlier."""
+Recipes are checked here, before local workers start and before torch is imported. Only a custom
+model class (`model.architecture: module:Class`) imports torch earlier."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from parallel3d.recipes.range_test import range_test_settings
 from parallel3d.tools.arguments import Parser, add_recipe
 from parallel3d.tools.cli_output import exit_status
 
-# More workers on one machine are a mistake: a cluster layout that was started without its launcher.
+# A layout with more workers is for a cluster and was started without a launcher by mistake.
 _MOST_LOCAL_WORKERS = 256
-# Modules to import once for all local workers. Even eager code needs parts of the compiler, which
-# take half a second in each.
+# Modules imported once, in the fork server of the local workers. Eager code also needs parts of the
+# compiler, whose import would otherwise take half a second in every worker.
 _PRELOAD = ("torch", "torch._dynamo", "parallel3d.training.worker", "parallel3d.models.llama")
 _USAGE = """\
 %(prog)s [options] RECIPE [key=value ...]
@@ -175,8 +175,8 @@ def _load(options: argparse.Namespace) -> Job:
 
 
 def _translate(path: Path) -> int:
-    """Prints the recipe keys to stdout, and a report on each DeepSpeed key to stderr. Returns the
-    exit status."""
+    """Prints recipe keys to stdout, and a report on each DeepSpeed key to stderr. Returns the exit
+    status."""
     found = from_deepspeed(path)
     print(printable("\n".join(found.lines())), file=sys.stderr)
     print(found.to_yaml(), end="")
@@ -220,8 +220,8 @@ def _launch(options: argparse.Namespace) -> int:
 
 
 def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
-    """Runs the rank of this process and returns the exit status. Errors before training are the
-    same on all ranks, so only rank 0 prints them."""
+    """Runs this process as one rank and returns the exit status. All ranks find the same errors in
+    a recipe, so only rank 0 prints them."""
     speaks = rendezvous.rank == 0
     try:
         job: Job = options.load(options)
@@ -231,8 +231,8 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
         job = _restarted(job) if rendezvous.is_restart else job
         recipe = job.recipe
         if speaks:
-            # A restarted run has fitted into memory before, and its last processes may still be
-            # ending.
+            # After a restart, memory for 0 ranks: the run fitted before, and old processes may
+            # still be ending.
             notes = _check(job, 0 if rendezvous.is_restart else rendezvous.local_world_size)
     except ConfigError as error:
         if speaks:
@@ -249,10 +249,10 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
 def run_rank(
     work: Callable[[], None], recipe: Recipe, rendezvous: Rendezvous, *, verbose: bool = False
 ) -> tuple[int, bool]:
-    """Runs the work of this rank and reports how it ended.
+    """Runs `work` and reports how it ended.
 
-    Returns the exit status, and True if a process group is still open. `end_process` then ends the
-    process."""
+    Returns the exit status, and True if a process group is still open. The process must then be
+    ended by `end_process`."""
     speaks = rendezvous.rank == 0
     outcome = RunOutcome()
     try:
@@ -283,8 +283,8 @@ def run_rank(
 def _restarted(job: Job) -> Job:
     """Returns the job for a restart by the launcher.
 
-    It resumes the newest checkpoint of the run's folder, whatever the recipe says. If there is
-    none, it uses the checkpoint that the recipe names."""
+    A training job then resumes from the newest checkpoint in the run folder. If there is none, it
+    starts as the recipe says."""
     from parallel3d.checkpoint.store import find_checkpoints
 
     job = replace(job, is_restart=True)
@@ -304,8 +304,7 @@ def _restarted(job: Job) -> Job:
 
 
 def _record_for_torchrun(error: BaseException) -> None:
-    """Writes the error to the file from which torchrun reads the cause of a failure, if torchrun
-    started this process."""
+    """Writes the error to torchrun's error file, if torchrun started this process."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -313,10 +312,10 @@ def _record_for_torchrun(error: BaseException) -> None:
 
 
 def _check(job: Job, local_ranks: int) -> list[str]:
-    """Checks the host memory for `local_ranks` ranks, the data, the compiler and the checkpoints.
-    Returns warnings for the user.
+    """Checks the run folder, the host memory for `local_ranks` ranks, the compiler, callbacks, data
+    and checkpoints of a job. Returns warnings for the user.
 
-    Only one process of a run does this, before anything is written."""
+    Only one process of a run calls this, before anything is written."""
     recipe = job.recipe
     if job.trains and not job.is_restart:
         check_run_dir(recipe)
@@ -355,8 +354,7 @@ def _check(job: Job, local_ranks: int) -> list[str]:
 
 @contextmanager
 def _folder_of(job: Job, notes: Sequence[str]) -> Iterator[None]:
-    """Locks the folder of a training job and prints warnings before the workers start. Does nothing
-    for other jobs."""
+    """Context manager that locks the run folder, if a training job has one, and prints warnings."""
     if not job.trains or job.recipe.run_dir is None:
         yield
         return

@@ -1,8 +1,8 @@
 """The learning-rate range test (Smith 2017, arXiv 1506.01186).
 
-It is a short run whose learning rate rises by the same factor in each step, over many orders of
-magnitude, and which ends when the loss rises. It consists of a learning-rate schedule and a
-callback, so it works in any layout and under any launcher."""
+It is a short run in which every step multiplies the learning rate by the same factor, and which
+ends when the loss rises. It consists of a learning-rate schedule and a callback, so it works with
+any layout and launcher."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # --help does not need torch
 
 RESULT_FILE = "range_test.json"
 _MEMORY = 0.9  # decay rate of the smoothed loss
-_DIVERGED = 1.3  # ratio to the lowest smoothed loss that ends the test
-# Ratio of the rate with the lowest loss to the suggested rate.
+_DIVERGED = 1.3  # the test ends if the smoothed loss exceeds its minimum by this factor
+# Ratio of the learning rate with the lowest smoothed loss to the suggested one.
 _BELOW_LOWEST = 10.0
 _MOST_ROWS = 25
 _SETTINGS = """
@@ -48,8 +48,8 @@ logging.profile_steps=null
 
 
 def range_test_settings(recipe: str) -> list[str]:
-    """Returns the overrides that turn a recipe into a range test. Overrides of the user come after
-    them."""
+    """Returns the overrides that turn a recipe into a range test. The user's own overrides come
+    later and take precedence."""
     return [*_SETTINGS.split(), f"run_dir=runs/{Path(recipe).stem}-range-test"]
 
 

@@ -1,1 +1,1 @@
-"""Diagnosis of non-finite numbers and differing replicas: names the rank and the parameter."""
+"""Finds the rank and parameter behind non-finite numbers or differing replicas."""

@@ -1,8 +1,8 @@
 """Names the source of a non-finite loss or gradient.
 
-Gradients are checked after they are summed. Over tp and pp, the rank that produced one is known.
-Over the data-parallel ranks, only the parameter and the ranks that hold the sum are known. Each
-rank has its own loss, so a wrong forward pass identifies its data-parallel rank.
+Gradients are checked after they are summed over the data-parallel ranks. Their tp and pp ranks are
+therefore known, but any of the data-parallel ranks may be the source. The loss is checked before it
+is summed, so a non-finite loss also identifies the data-parallel rank.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _AFTER_ALL_BLOCKS = 2**40
 
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """Non-finite numbers of one rank."""
+    """Non-finite loss and gradients of one rank."""
 
     host: str
     has_bad_loss: bool
-    # (block, index, name) of the last parameter in the model with a non-finite gradient, which is
-    # the first in the backward pass. None: all gradients are finite.
+    # (block index, parameter index, name) of the last parameter in model order with a non-finite
+    # gradient, which is the first in the backward pass. None: all gradients are finite.
     bad_gradient: tuple[int, int, str] | None
-    summed_with: list[int]  # Ranks that gradients are summed over.
+    summed_with: list[int]  # Ranks over which gradients are summed.
 
 
 def describe_nonfinite(
@@ -44,16 +44,15 @@ def describe_nonfinite(
     parallel: ParallelConfig,
     mesh: DeviceMesh,
 ) -> str:
-    """Names the ranks with a non-finite loss or gradient in a line that is equal on all ranks.
-    Collective.
+    """Describes which ranks have a non-finite loss or gradient. Collective.
 
-    Each rank passes its share of the loss and its parameters in the order of the model. `mesh`
-    holds the ranks that train together.
+    Returns the same line on all ranks. Each rank passes its share of the loss and its parameters in
+    model order. Gradients are summed over the data-parallel axes of `mesh`.
     """
     bad = []
     for index, parameter in enumerate(parameters):
         gradient = parameter.local.grad
-        # The norm can overflow although all elements are finite.
+        # The norm is also non-finite if the sum of squares overflows.
         if gradient is not None and not torch.linalg.vector_norm(gradient).isfinite():
             bad.append((place_in_model(parameter.name), index, parameter.name))
     own = NonFiniteReport(
@@ -90,7 +89,7 @@ def describe_nonfinite(
 
 
 def place_in_model(name: str) -> int:
-    """Returns the index of a parameter's block, or a number before or after all blocks."""
+    """Returns a parameter's block index: -1 before the first block, 2**40 after the last."""
     block = re.match(r"layers\.(\d+)\.", name)
     if block is not None:
         return int(block[1])

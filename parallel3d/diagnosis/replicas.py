@@ -1,10 +1,10 @@
 """Compares copies of tensors that must stay bitwise identical on several ranks.
 
 These are parameters and optimizer states on data-parallel axes that do not shard them, parameters
-that tp does not split (norms, biases, replicated keys and values), and tied weights at both ends of
-a pipeline. All copies start equal and add the same sums. A difference is therefore a fault of
-memory, processor, link, or a model that draws or computes differently on each rank. Tensors that no
-other rank holds, such as all that FULL_SHARD shards, cannot be compared.
+that tp does not split (norms, biases, replicated keys and values), and tied weights on the first
+and last pipeline stage. All copies start equal and get the same updates. A difference is therefore
+caused by a fault of memory, processor or link, or by a model that draws random numbers or computes
+differently on each rank. Tensors that only one rank holds (FULL_SHARD) cannot be compared.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from parallel3d.layers.replica_check import differ, fingerprint
 from parallel3d.mesh import Axis
 from parallel3d.sharding.optimizer_parts import LocalParameter
 
-# (host of a rank, fingerprints of its differing tensors by name)
+# (host of a rank, fingerprints of its differing tensors by tensor name)
 Differences = tuple[str, Mapping[str, int]]
-# Optimizer states of each parameter by name.
+# Optimizer states: parameter -> name of the state -> tensor.
 States = Mapping[torch.Tensor, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Copies:
-    """Tensors by their names in a checkpoint. All ranks of `axis` must hold equal copies."""
+    """Tensors, by their names in a checkpoint, that must be equal on all ranks of `axis`."""
 
     axis: Axis
     tensors: Mapping[str, Tensor]
 
 
 def tensors_of(parameters: Sequence[LocalParameter], states: States) -> dict[str, Tensor]:
-    """Returns parameters and their optimizer states by name."""
+    """Returns parameters and their optimizer states, by their names in a checkpoint."""
     named: dict[str, Tensor] = {}
     for parameter in parameters:
         named[parameter.name] = parameter.local
@@ -56,7 +56,7 @@ def copies_of(
 ) -> list[Copies]:
     """Returns the tensors that must be equal along each axis of the mesh.
 
-    A tied weight that this rank holds twice is listed once, as its first copy.
+    The second copy of a tied weight (`is_copy`), on the last stage, is omitted.
     """
     found = []
     for name, axis in axes.items():
@@ -76,12 +76,12 @@ def refuse_differences(
 ) -> None:
     """Raises ReplicaError on all ranks if copies differ. Collective.
 
-    Each rank reads every tensor once, sends 16 bytes of it over an axis and one number over all
-    ranks. `when` begins the message, and `advice` ends it.
+    Each rank communicates 16 bytes per tensor and axis, and one number over all ranks. The error
+    message begins with `when` and ends with `advice`.
     """
     if dist.get_world_size() == 1:
         return
-    number_of = cache(fingerprint)  # Several axes can repeat the same tensor.
+    number_of = cache(fingerprint)  # A tensor can be replicated over several axes.
     found: dict[str, int] = {}
     for each in copies:
         own = torch.stack([number_of(tensor).to(device) for tensor in each.tensors.values()])
@@ -99,10 +99,10 @@ def refuse_differences(
 
 
 def _describe(everyone: Sequence[Differences], parallel: ParallelConfig) -> str:
-    """Names the tensor that differed first, and its ranks.
+    """Names the tensor that probably went wrong first, and its ranks.
 
-    A wrong weight spreads to all earlier layers through its gradients, so the last differing tensor
-    in the model was the first to go wrong.
+    A wrong weight affects the gradients of all earlier layers, so this is the last differing tensor
+    in the model. Parameters take precedence over optimizer states.
     """
     names = {name for _, found in everyone for name in found}
     name = max(sorted(names), key=lambda name: (name[:10] != "optimizer.", place_in_model(name)))

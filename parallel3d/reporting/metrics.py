@@ -34,14 +34,14 @@ class StepMetrics:
     tokens_per_s_per_device: float
     # Model FLOPs utilization: fraction of the device's dense peak. None: the peak is unknown.
     mfu: float | None
-    # Highest of all ranks: CUDA tensors, or the resident set of the process on CPU.
+    # Peak of the CUDA tensors, or on CPU of the resident set, on the rank with the highest.
     peak_memory_bytes: int
-    # Highest of all ranks: memory reserved by CUDA's allocator. None on CPU.
+    # The same for memory reserved by the CUDA allocator. None on CPU.
     peak_reserved_bytes: int | None = None
     val_loss: float | None = None  # Loss of the validation set held out from the training data.
-    # Losses of the other evaluation sets, by name.
+    # Losses of the other evaluation sets, keyed by their names.
     set_losses: Mapping[str, float] = field(default_factory=dict)
-    loss_scale: float | None = None  # Loss scale of this step. None: the precision is not fp16.
+    loss_scale: float | None = None  # None: the precision is not fp16.
     spikes: int = 0  # Steps since the start of the run with a spike in loss or gradient norm.
     rollbacks: int = 0  # Rollbacks since the start of the run.
     # Skipped steps since the start of the run, because of non-finite numbers or spikes.
@@ -49,10 +49,9 @@ class StepMetrics:
 
     @property
     def scalars(self) -> dict[str, float | None]:
-        """Numbers of the line by key, with the perplexity of each evaluation.
+        """Numbers of the line by key, with a perplexity for each evaluation loss.
 
-        A non-finite number, such as the norm of a skipped step, is None because JSON has no
-        infinity.
+        A non-finite number, such as the norm of a skipped step, becomes None for JSON.
         """
         own = dict(vars(self))
         losses = own.pop("set_losses")
@@ -66,15 +65,15 @@ class StepMetrics:
 
 
 def perplexity(loss: float) -> float:
-    """Returns exp(loss), or infinity if a float cannot hold it."""
+    """Returns exp(loss), or infinity if the loss is NaN or at least 700, to avoid an overflow."""
     return math.exp(loss) if loss < 700.0 else math.inf
 
 
 class MetricsFile:
     """File metrics.jsonl with one JSON object per line. Lines are also sent to `sinks`.
 
-    Lines after the step that a run resumes from or rolls back to are dropped, by rewriting the
-    file. If the file has invalid lines, a copy is kept as `<name>.damaged`, and `note` says so.
+    If a run resumes from or rolls back to a step, the lines of later steps are removed. If the file
+    has invalid lines, a copy is kept as `<name>.damaged`, and `note` has a warning.
     """
 
     def __init__(self, path: Path, *, resumed_step: int, sinks: Sinks | None = None) -> None:
@@ -84,7 +83,7 @@ class MetricsFile:
         self.go_back(resumed_step)
 
     def go_back(self, step: int) -> None:
-        """Drops the lines of the steps after `step`."""
+        """Drops the lines of steps after `step`, and invalid lines."""
         path = self._path
         before = path.read_text(errors="replace") if path.exists() else ""
         *whole, _cut_off = before.split("\n")  # A crash can leave an incomplete last line.
@@ -108,7 +107,7 @@ class MetricsFile:
 
 
 def _step_of(line: str) -> int | None:
-    """Returns the step of a line of metrics.jsonl, or None if the line is invalid."""
+    """Returns the step number in a line of metrics.jsonl, or None if the line is invalid."""
     try:
         step = json.loads(line)["step"]
     except (ValueError, RecursionError, TypeError, KeyError):
@@ -117,7 +116,7 @@ def _step_of(line: str) -> int | None:
 
 
 def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> float:
-    """Returns the FLOPs per token of forward and backward pass, as `config.flops` counts them."""
+    """Returns the FLOPs per token of forward and backward pass, counted as in `config.flops`."""
     return training_flops_per_token(
         layers=config.layers,
         hidden=config.hidden,
@@ -131,11 +130,10 @@ def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> fl
 def peak_tokens_per_s(
     recipe: Recipe, device: torch.device, peak_of: PeakOf, block_weights: int | None
 ) -> tuple[float | None, str]:
-    """Returns the tokens per second of one device at peak FLOP/s, which is the basis of the MFU.
+    """Returns the tokens per second of one device at its peak FLOP/s, the denominator of the MFU.
 
-    If it is unknown, returns None and a line for the user that says why (empty on CPU).
-    `logging.peak_tflops` takes precedence over `peak_of`, which looks up a GPU by name and
-    precision.
+    If it is unknown, returns None and the reason as a line for the user (empty on CPU).
+    `logging.peak_tflops` takes precedence over `peak_of`.
     """
     if recipe.logging.peak_tflops is not None:
         peak = recipe.logging.peak_tflops * 1e12
@@ -164,7 +162,7 @@ def gpu_bytes(device: torch.device) -> int | None:
 def peak_memory_bytes(device: torch.device) -> tuple[int, int]:
     """Returns the peak memory of this process in bytes: (CUDA tensors, reserved by the allocator).
 
-    On CPU: (resident set, 0).
+    On CPU: (peak resident set size, 0).
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)

@@ -15,7 +15,7 @@ from parallel3d.errors import writing
 class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
     """Profiles the steps `logging.profile_steps` on the ranks `logging.profile_ranks`.
 
-    Traces go to `folder`, and `say` prints a line about each.
+    The trace goes to a file in `folder`, which is reported with `say`.
     """
 
     def __init__(
@@ -29,13 +29,13 @@ class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Context of one step. Records it if it is in the window, and finally writes the trace."""
+        """Context manager for one step. Profiles a selected step; writes a trace after the last."""
         if self._steps is None or not self._steps[0] <= step <= self._steps[1]:
             yield
             return
         first, last = self._steps
         if self._profile is None:
-            self._profile = profile()  # CPU and GPU.
+            self._profile = profile()  # Records CPU and GPU activities.
             self._profile.start()
         with record_function(f"step {step}"):
             yield
@@ -51,5 +51,5 @@ class ProfilerWindow(AbstractContextManager["ProfilerWindow"]):
         self._say(f"profile of steps {first} to {step}: {path}")
 
     def __exit__(self, *error: object) -> None:
-        if self._profile is not None:  # The run ended within the window.
+        if self._profile is not None:  # The run ended before the last selected step.
             self._profile.stop()

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
-    """Shows the progress of a run of `steps`, or nothing unless this rank `speaks`.
+    """Shows the progress of a run of `steps` steps if `speaks`, which is True on one rank.
 
-    On a terminal, a bar stays below the lines until the run ends. Close the display before you
-    print anything else.
+    On a terminal, a bar stays below the lines until the context ends. Print other text only after
+    that.
     """
 
     def __init__(self, steps: int = 0, done: int = 0, *, speaks: bool = False) -> None:
@@ -29,7 +29,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._bar: Progress | None = None
         if not (speaks and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"):
             return
-        # Imported here because it takes 0.3 s, which a run without a terminal need not pay.
+        # Imported here, because it takes 0.3 s and only a terminal needs it.
         from rich import progress
         from rich.console import Console
 
@@ -44,7 +44,7 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._bar.start()
 
     def say(self, text: str) -> None:
-        """Prints a line. Ignores errors of the stream, such as a full disk or a closed pipe."""
+        """Prints a line. Without a bar, ignores errors such as a full disk or a closed pipe."""
         if self._bar is not None:
             # Rich would otherwise color numbers, interpret brackets as markup, and wrap lines.
             self._bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
@@ -58,7 +58,6 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             self._bar.update(self._task, completed=step)
 
     def measured(self, metrics: StepMetrics) -> None:
-        """Prints the metrics of a step."""
         if self._speaks:
             self.say(describe(metrics, self._steps, shutil.get_terminal_size().columns))
 
@@ -68,9 +67,9 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
 
 
 def describe(metrics: StepMetrics, steps: int, columns: int) -> str:
-    """Formats the metrics of a step: `step 20/300  loss 3.1234  grad 0.812  eta 0:01:10`.
+    """Formats metrics as one line: `step 20/300  loss 3.1234  grad 0.812  ...  eta 0:01:10`.
 
-    The last fields are omitted if the line is longer than `columns`.
+    The last fields are omitted until the line fits into `columns` characters.
     """
     fields = [f"step {metrics.step}/{steps}", f"loss {metrics.loss:.4f}"]
     if metrics.val_loss is not None:

@@ -1,7 +1,7 @@
 """Dashboards that receive the lines of metrics.jsonl: TensorBoard, Weights & Biases and MLflow.
 
-Each sink runs in its own thread and cannot stop or slow down a run. `parallel3d-train replay` sends
-lines again that a sink has lost.
+Each sink runs in its own thread and cannot stop a run or slow down its steps. If a sink has lost
+lines, `parallel3d-train replay` sends all lines again.
 
 If steps are repeated after a crash, TensorBoard drops their first values and MLflow uses the later
 ones. Weights & Biases keeps the first values. After a rollback, TensorBoard shows both. A replay
@@ -23,17 +23,17 @@ from uuid import uuid4
 
 from parallel3d.config.recipe import Recipe, SinkName
 
-# One line of metrics.jsonl: numbers, or None, by name.
+# One line of metrics.jsonl: name -> number or None.
 Line = Mapping[str, Any]
-_MOST_LINES_WAITING = 1000  # A sink that is this many lines behind hangs.
-_LAST_WAIT_S = 60.0  # Time to send the remaining lines at the end of a run, in seconds.
-# The same after a failure, when the launcher waits only for the cause.
+_MOST_LINES_WAITING = 1000  # Queue size per sink. Further lines are dropped.
+_LAST_WAIT_S = 60.0  # Seconds to send the remaining lines at the end of a run.
+# The same if the run failed, because the launcher then soon ends its workers.
 _WAIT_OF_A_FAILED_RUN_S = 1.0
 
 
 @dataclass(frozen=True)
 class SinkRun:
-    """Properties of a run that a sink needs."""
+    """The run whose metrics a sink receives."""
 
     recipe: Recipe
     folder: Path
@@ -49,23 +49,23 @@ class SinkRun:
 
     @property
     def settings(self) -> dict[str, dict[str, Any]]:
-        """Recipe by section."""
+        """Sections of the recipe as dicts. Top-level keys such as `run_dir` are omitted."""
         sections = asdict(self.recipe).items()
         return {key: value for key, value in sections if isinstance(value, dict)}
 
     def id_file(self, sink: str) -> Path:
-        """File with the ID of the run in a sink, so that a resumed run continues the same one."""
+        """File with the ID under which `sink` knows the run, so that a resumed run continues it."""
         return self.folder / f"{sink}.id"
 
 
 class Sink(Protocol):
     """Destination of metrics. Methods are called in this order from one thread.
 
-    An exception disables the sink and does not affect the run.
+    If one raises an exception, the sink is disabled and the run continues.
     """
 
     def start(self, run: SinkRun) -> None:
-        """Imports the library and opens the run, or continues it."""
+        """Imports the library, and creates or continues the dashboard's run."""
 
     def log(self, line: Line) -> None:
         """Sends a line."""
@@ -93,10 +93,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """Logs to Weights & Biases. WANDB_MODE, WANDB_API_KEY and its other variables configure it.
-
-    Its files are in `run_dir/wandb`.
-    """
+    """Logs to Weights & Biases, with files in `run_dir/wandb`. WANDB_* variables configure it."""
 
     def start(self, run: SinkRun) -> None:
         import wandb
@@ -112,7 +109,7 @@ class WeightsAndBiases:
             resume="allow",
             config=run.settings,
             allow_val_change=True,
-            settings=wandb.Settings(console="off"),  # The progress bar owns the terminal.
+            settings=wandb.Settings(console="off"),  # Leave the terminal to the bar.
         )
 
     def log(self, line: Line) -> None:
@@ -123,10 +120,10 @@ class WeightsAndBiases:
 
 
 class MLflow:
-    """Logs to MLFLOW_TRACKING_URI, or to files in `run_dir/mlflow` if the variable is not set."""
+    """Logs to MLFLOW_TRACKING_URI, or to files in `run_dir/mlflow` if it is not set."""
 
     def start(self, run: SinkRun) -> None:
-        # MLflow 3 rejects the file store without this.
+        # MLflow 3 rejects the file store without this variable.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         from mlflow.entities import Metric, Param
         from mlflow.tracking import MlflowClient
@@ -168,7 +165,7 @@ SINKS: dict[str, Callable[[], Sink]] = {
 
 
 class Sinks(AbstractContextManager["Sinks"]):
-    """Sinks of a run, each with its own thread. `tell` is called once for each sink that fails."""
+    """Sinks of a run, each with its own thread. `tell` reports the first failure of each sink."""
 
     def __init__(
         self, names: Sequence[SinkName], run: SinkRun, tell: Callable[[str], None]
@@ -176,12 +173,12 @@ class Sinks(AbstractContextManager["Sinks"]):
         self._feeders = [_Feeder(name, run, tell) for name in names]
 
     def log(self, line: Line) -> None:
-        """Queues a line for every sink without waiting."""
+        """Queues a line for every sink."""
         for feeder in self._feeders:
             feeder.offer(line)
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Ends all sinks and waits for them for a limited time."""
+        """Finishes all sinks. Waits for a limited time."""
         wait_s = _LAST_WAIT_S if error is None else _WAIT_OF_A_FAILED_RUN_S
         deadline = time.monotonic() + wait_s
         for feeder in self._feeders:
@@ -193,7 +190,7 @@ class Sinks(AbstractContextManager["Sinks"]):
 
 
 class _Feeder(Thread):
-    """Thread that feeds one sink."""
+    """Thread that passes queued lines to one sink."""
 
     def __init__(self, name: SinkName, run: SinkRun, tell: Callable[[str], None]) -> None:
         super().__init__(name=name, daemon=True)  # A hanging sink must not keep the process alive.
@@ -204,7 +201,7 @@ class _Feeder(Thread):
         self.start()
 
     def offer(self, item: Line | bool) -> None:
-        """Queues a line, or at the end of the run True if it succeeded."""
+        """Queues a line or, at the end of the run, whether the run succeeded."""
         try:
             self._items.put_nowait(item)
         except Full:
@@ -221,7 +218,7 @@ class _Feeder(Thread):
             self.lose(cause_of(error, self.name))
 
     def lose(self, cause: str) -> None:
-        """Reports once that the sink gets no more lines."""
+        """Reports, once per sink, that the sink failed or lost lines."""
         if not self._is_lost:
             self._is_lost = True
             again = f"`parallel3d-train replay {self._run.folder} {self.name}`"
@@ -232,12 +229,12 @@ class _Feeder(Thread):
 
 
 def _numbers(line: Line) -> dict[str, float]:
-    """Returns the numbers of a line except its step, which sinks take as a separate argument."""
+    """Returns the values that are not None, without `step`, which sinks take separately."""
     return {name: value for name, value in line.items() if value is not None and name != "step"}
 
 
 def cause_of(error: BaseException, name: str) -> str:
-    """Formats an error of a sink as one line, with the install command of a missing library."""
+    """Formats an error of a sink as one line, with the command that installs a missing library."""
     first_line = str(error).partition("\n")[0]
     cause = f"{type(error).__name__}: {first_line}"
     if isinstance(error, ImportError):

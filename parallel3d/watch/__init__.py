@@ -1,1 +1,1 @@
-"""Heartbeats of ranks, and detection of the rank that hangs."""
+"""Heartbeats of the ranks, and detection of a rank that hangs."""

@@ -1,4 +1,4 @@
-"""Names the rank that stops a run: stopped, silent or busy, not one that waits for others."""
+"""Finds the rank that blocks a run: one that is stopped, silent or stuck, not one that waits."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 
 from parallel3d.watch.heartbeat import Beat
 
-STOPPED_S = 2.5  # Time that a process may be stopped and silent.
-# Time that all ranks of another host may be silent. Losing a link for 2 s takes 3.2 s.
+STOPPED_S = 2.5  # Seconds that a process may be stopped (state T) and silent.
+# Seconds that a host may be silent. A link failure of 2 s silences it for 3.2 s.
 LOST_S = 4.0
-STUCK_S = 7.0  # Time that a rank may keep the others waiting.
-STUCK_STEPS = 5  # The same in steps, if that is longer.
-# Time that all ranks may wait for data, for example while a file server restarts.
+STUCK_S = 7.0  # Seconds that a rank may be silent or keep the others waiting.
+STUCK_STEPS = 5  # The same in step durations, if that is longer.
+# Seconds that all ranks may wait for data, for example while a file server restarts.
 ALL_READ_S = 60.0
-_GAP_S = 2.0  # If the detector was not called for this long, it was itself suspended.
-# Other phases can take long on one rank. train.timeout_s limits them.
+_GAP_S = 2.0  # If `check` was not called for this long, the detector was itself suspended.
+# Phases in which a silent or stuck rank is reported. train.timeout_s limits the others.
 _JUDGED: tuple[str, ...] = ("data", "forward or backward", "optimizer")
 
 
@@ -25,7 +25,7 @@ class _Seen:
     """Last known state of a rank, in the detector's own time."""
 
     beat: Beat
-    beaten_at: float  # Time when the count last grew.
+    beaten_at: float  # Time of the last new heartbeat.
     since: float  # Time when the rank began its current activity.
 
     def is_in(self, phases: Sequence[str]) -> bool:
@@ -34,7 +34,7 @@ class _Seen:
 
 
 class HangDetector:
-    """Tracks the heartbeats of all ranks. `hosts` holds the host of each rank.
+    """Detects a hanging rank from the heartbeats of all ranks. `hosts` holds the host of each rank.
 
     Hosts need no common clock. If the detector itself was suspended, for example because the job
     was, it starts over.
@@ -49,9 +49,10 @@ class HangDetector:
     def check(
         self, beats: Mapping[int, Beat], states: Mapping[int, str], now: float
     ) -> tuple[int, str] | None:
-        """Returns the rank at fault and a description, or None.
+        """Returns the hanging rank and a description, or None.
 
-        Takes the newest heartbeats and the process states of ranks on this host ("T": stopped).
+        `beats` has the newest heartbeats, and `states` the process states of ranks on this host
+        ("T": stopped).
         """
         if now - self._checked_at > _GAP_S:
             self._seen = {}
@@ -88,8 +89,7 @@ class HangDetector:
         return f", last seen {_place(self._seen[rank].beat)}" if rank in self._seen else ""
 
     def _is_host_lost(self, host: str, now: float) -> bool:
-        """Returns True if all ranks of another host are silent in a step or while metrics are
-        collected.
+        """Returns True if all ranks of another host are silent, in a step or collecting metrics.
 
         Only hosts with several ranks count, because a single heartbeat may just be late.
         """
@@ -100,9 +100,9 @@ class HangDetector:
         return all(each.is_in(phases) and now - each.beaten_at > LOST_S for each in seen)
 
     def _find_stuck(self, now: float, patience: float) -> tuple[int, str] | None:
-        """Finds the first rank that does not wait for others while no rank makes progress.
+        """Finds the lowest rank that does not wait for others while no rank makes progress.
 
-        If no rank waits for others, all of them must be waiting for data.
+        If no rank waits for others, a rank counts as stuck only if all are waiting for data.
         """
         busy = {rank: seen for rank, seen in self._seen.items() if not seen.beat.waits}
         if not busy or len(self._seen) < len(self._hosts):
@@ -122,7 +122,7 @@ class HangDetector:
 
 
 def process_state(pid: int) -> str:
-    """Returns Linux's letter for the state of a process on this host, or "" if unknown."""
+    """Returns the Linux state letter of a process on this host, or "" if it cannot be read."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):

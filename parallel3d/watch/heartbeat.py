@@ -1,11 +1,12 @@
 """Heartbeats of a rank.
 
-The code reports its activity by `phase` and `step_done`. A thread sends a `Beat` twice a second.
+The main thread reports its activity with `phase` and `step_done`. Another thread sends a `Beat`
+twice a second.
 
 Modules whose functions wait for other ranks set `WAITS_FOR_RANKS = True`. A rank counts as waiting
 if the innermost frame of parallel3d or torch is in such a module, in torch.distributed or in
 torch.autograd. (On a GPU, other threads run the backward pass and the main thread waits for them.)
-No torch here.
+This module must not import torch.
 """
 
 from __future__ import annotations
@@ -26,17 +27,17 @@ from itertools import pairwise
 from pathlib import Path
 
 BEAT_S = 0.5  # Seconds between two heartbeats.
-_MOST_FRAMES = 4  # Number of stack frames in a message.
+_MOST_FRAMES = 4  # Maximum number of stack frames in a message.
 _COMPILERS = ("torch._dynamo.convert_frame", "torch._inductor.compile_fx")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Beat:
-    """One heartbeat."""
+    """Content of a heartbeat."""
 
     count: int
-    step: int  # Completed steps.
-    # Median duration of recent steps. None before this process has completed two.
+    step: int  # Last completed step.
+    # Median seconds per recent step. None before this process has completed two steps.
     step_s: float | None
     phase: str
     waits: bool  # True if the rank waits for other ranks.
@@ -47,7 +48,7 @@ class Beat:
 
     @property
     def activity(self) -> tuple[int, bool, str]:
-        """State that changes if the rank makes progress."""
+        """State that changes when the rank makes progress."""
         return self.step, self.waits, self.phase
 
     @classmethod
@@ -57,7 +58,7 @@ class Beat:
 
 @dataclass
 class Heartbeat:
-    """State of this process that its heartbeats report. `HEARTBEAT` is the only instance."""
+    """State that the heartbeats of this process report. `HEARTBEAT` is the only instance."""
 
     phases: list[tuple[str, bool]] = field(default_factory=lambda: [("other", False)])
     step: int = 0
@@ -66,11 +67,10 @@ class Heartbeat:
     ends: deque[float] = field(default_factory=lambda: deque(maxlen=16))
 
     def beat(self) -> Beat:
-        """Returns a heartbeat of the main thread."""
+        """Returns the next heartbeat of the main thread."""
         name, waits = self.phases[-1]
         # Up to Python 3.11, a garbage collection while a frame object is created can release the
-        # GIL. The main thread may then return from that frame, and the object refers to reused
-        # memory.
+        # GIL. If the main thread then returns from that frame, the object refers to freed memory.
         was_enabled = gc.isenabled()
         gc.disable()
         try:
@@ -95,9 +95,9 @@ HEARTBEAT = Heartbeat()
 
 @contextmanager
 def phase(name: str, *, waits: bool = False) -> Iterator[None]:
-    """Reports the main thread's activity in this block. Does nothing in other threads.
+    """Context manager that reports the main thread's activity. Does nothing in other threads.
 
-    `waits` says that the block only waits for other ranks.
+    Set `waits` if the code inside the `with` block only waits for other ranks.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -136,13 +136,13 @@ def _inspect_main_thread() -> tuple[bool, bool, str]:
 
 @contextmanager
 def beats_to_file(file: Path) -> Iterator[None]:
-    """Writes heartbeats to a file in a thread. The launcher on the same host reads them."""
+    """Context manager that writes heartbeats from a thread to a file, which the launcher reads."""
     is_over = threading.Event()
     partial = file.with_suffix(".partial")
 
     def write_beats() -> None:
         is_last = False
-        with suppress(OSError):  # The launcher has ended, and its folder is gone.
+        with suppress(OSError):  # If the launcher has ended, its folder is gone.
             while not is_last:
                 is_last = is_over.wait(BEAT_S)
                 partial.write_text(HEARTBEAT.beat().to_json())

@@ -1,1 +1,1 @@
-"""Benchmarks, each against a peer in the same run: `python -m parallel3d.tools.bench NAME`."""
+"""Benchmarks of parallel3d against peers: `python -m parallel3d.tools.bench NAME`."""

@@ -13,7 +13,7 @@ from parallel3d.tools.arguments import Parser, whole
 from parallel3d.tools.bench.report import Options, ResultRow, as_json, as_table
 from parallel3d.tools.cli_output import exit_status
 
-# Module NAME has the function `bench_NAME`, with - replaced by _.
+# Module NAME has the function `bench_NAME`, with each - in NAME replaced by _.
 BENCHMARKS = (
     "checkpoint",
     "data",
@@ -95,7 +95,7 @@ def _run(arguments: list[str]) -> int:
 
 
 def _device(name: str, wanted: str) -> Literal["cpu", "cuda"]:
-    """Returns the device type of a benchmark. Raises ConfigError if GPUs cannot be used."""
+    """Returns the device type. Raises ConfigError if `wanted` is not supported."""
     import torch
 
     if wanted == "cuda" and name not in ON_GPUS:

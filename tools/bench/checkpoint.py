@@ -1,11 +1,11 @@
-"""`bench checkpoint`: saves and loads of float32 tensors sharded over four processes.
+"""`bench checkpoint`: times saves and loads of float32 tensors sharded over four processes.
 
 The peers are DCP (torch.distributed.checkpoint) with the same tensors, and torch.save and
 torch.load of each process's shards. A further case compares the pause of a background save with
 that of a synchronous one.
 
-All write to the temporary folder and call fsync. parallel3d computes checksums while it saves, and
-verifies them before it loads. Loaded files are in the page cache.
+All write to the system's folder for temporary files and call fsync. Only parallel3d computes
+checksums while it saves, and verifies them before it loads. Loads read from the page cache.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from parallel3d.tools.local_ranks import run_ranks
 
 RANKS = 4
 ROUNDS = 5
-SIZES = {"64 MB": 16, "1 GB": 256}  # tensors of 4 MiB
+SIZES = {"64 MB": 16, "1 GB": 256}  # number of tensors of 4 MiB
 _PROGRESS = Progress(
     step=1, tokens=1, seed=0, global_batch_size=1, seq_len=1, parameters=1, parallel={}
 )
@@ -54,7 +54,7 @@ Act = Callable[[State, Path], object]
 
 
 def bench_checkpoint(options: Options) -> list[ResultRow]:
-    """Returns the rows of saves and loads against each peer, and of the pause."""
+    """Times the selected cases and returns their rows."""
     cases: dict[str, Case] = {}
     for size, tensors in SIZES.items():
         for verb, act in (("save", measure_saves), ("load", measure_loads)):
@@ -74,9 +74,9 @@ def bench_checkpoint(options: Options) -> list[ResultRow]:
 
 
 def _pause_rows(size: str, options: Options) -> list[ResultRow]:
-    """Returns the row of the wall time that a background save stops training.
+    """Compares the wall time for which a background and a synchronous save pause training.
 
-    Its processor time overlaps with training and is not reported.
+    The processor time of a background save overlaps with training and is not reported.
     """
     name = f"pause {size}, synchronous save"
     rounds = options.rounds or ROUNDS
@@ -87,7 +87,7 @@ def _pause_rows(size: str, options: Options) -> list[ResultRow]:
 
 
 def make_state(tensors: int, seed: int = 0) -> State:
-    """Returns tensors of 1,024 rows of 4 KiB, a quarter on each rank."""
+    """Returns tensors of 1,024 rows of 4 KiB, whose rows are sharded over the ranks."""
     mesh: DeviceMesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(seed + dist.get_rank())
     rows = 1024 // dist.get_world_size()
@@ -98,7 +98,7 @@ def make_state(tensors: int, seed: int = 0) -> State:
 
 
 def measure_saves(tensors: int, peer: str, rounds: int, steps: int) -> list[Round]:
-    """Times saves into new folders. Removal of the folders is not timed."""
+    """Times saves into new folders, without their removal."""
     state = make_state(tensors)
     with common_folder() as folder:
 
@@ -113,8 +113,8 @@ def measure_saves(tensors: int, peer: str, rounds: int, steps: int) -> list[Roun
 def measure_pauses(tensors: int, rounds: int, steps: int) -> list[Round]:
     """Times how long `Saver.save` takes to return, for background and for synchronous saves.
 
-    Each save starts when the previous one is complete. Memory for copies is already allocated, as
-    from a run's second save on.
+    Each save starts when the previous one is complete. Memory for copies is allocated before, as
+    for the second save of a run.
     """
     state = make_state(tensors)
     rule = CheckpointConfig(every=1, in_background=True)
@@ -147,7 +147,7 @@ def measure_pauses(tensors: int, rounds: int, steps: int) -> list[Round]:
 
 
 def measure_loads(tensors: int, peer: str, rounds: int, steps: int) -> list[Round]:
-    """Times loads of a saved state into tensors with other values, and compares the results."""
+    """Times loads of a saved state, and checks that they restore it bitwise."""
     saved, ours, theirs = (make_state(tensors, seed) for seed in (0, 10, 20))
     with common_folder() as folder:
         _save(saved, folder / "ours")
@@ -182,7 +182,7 @@ def _load_dcp(state: State, path: Path) -> None:
 
 
 def _save_torch(state: State, path: Path) -> None:
-    """Saves the shards of this rank, which no other layout can read."""
+    """Saves this rank's shards as one file, which only the same layout can load."""
     path.mkdir(exist_ok=True)
     with (path / f"{dist.get_rank()}.pt").open("wb") as file:
         torch.save({name: tensor.to_local() for name, tensor in state.items()}, file)
@@ -202,7 +202,7 @@ _LOADS: dict[str, Act] = {"DCP": _load_dcp, "torch": _load_torch}
 
 @contextmanager
 def common_folder() -> Iterator[Path]:
-    """Opens a temporary folder that all ranks know. Every rank must call it."""
+    """Context manager for a temporary folder shared by all ranks. Every rank must call it."""
     with tempfile.TemporaryDirectory() if dist.get_rank() == 0 else nullcontext("") as own:
         names = [own]
         dist.broadcast_object_list(names)
@@ -211,7 +211,7 @@ def common_folder() -> Iterator[Path]:
 
 
 def _empty(folder: Path) -> None:
-    """Removes the content of a common folder. Every rank must call it."""
+    """Removes the content of a shared folder. Every rank must call it."""
     dist.barrier()
     if dist.get_rank() == 0:
         for path in folder.iterdir():

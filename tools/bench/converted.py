@@ -1,9 +1,9 @@
-"""Benchmark of a transformers Llama block converted to tensor parallelism.
+"""Benchmark of a Hugging Face Llama block converted to tensor parallelism.
 
-The peers are the same block in parallel3d's layers, and the transformers block parallelized by
-DTensor. All start from the same weights, and outputs and input gradients must agree before timing.
-The converted blocks and the layers accumulate gradients in place (`set_fused_gradients`), which
-DTensor does not support.
+The peers are the block built from parallel3d's layers, and the Hugging Face block parallelized by
+DTensor. All start from the same weights. Outputs and input gradients must agree before timing.
+Converted blocks and parallel3d's layers accumulate gradients in place (`set_fused_gradients`),
+which DTensor does not support.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from parallel3d.tools.bench.step import StepSize
 from parallel3d.tools.local_ranks import run_ranks
 
 Forward = Callable[[Tensor], Tensor]
-LAYERS_BAR = 1.05  # processor time, converted / layers of parallel3d
+LAYERS_BAR = 1.05  # largest ratio of processor time, converted / parallel3d's layers
 _MIDDLE = BlockRange(0, 1, is_first_stage=False, is_last_stage=False)
-_NAMES = {  # transformers names by parallel3d names
+_NAMES = {  # parallel3d name -> Hugging Face name
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
     **{f"attention.{name}": f"self_attn.{name}_proj" for name in "qkvo"},
@@ -51,7 +51,7 @@ _NAMES = {  # transformers names by parallel3d names
 
 
 def converted_cases(sizes: Sequence[StepSize], dtensor_bars: dict[str, float]) -> dict[str, Case]:
-    """Returns the cases on CPUs, or none if transformers is not installed."""
+    """Returns the cases, which run on CPUs, or none if transformers is not installed."""
     if find_spec("transformers") is None:
         print("skipped blocks of transformers; run pip install 'parallel3d[dev]'", file=sys.stderr)
         return {}
@@ -72,9 +72,9 @@ def converted_cases(sizes: Sequence[StepSize], dtensor_bars: dict[str, float]) -
 
 
 def bench_beside_layers(name: str, size: StepSize, options: Options) -> list[ResultRow]:
-    """Compares processor time at tp 2, and the cost of tp 2 relative to one process for each block.
+    """Compares the converted block with parallel3d's layers.
 
-    The second comparison removes the difference between transformers and parallel3d in one process.
+    The rows compare processor times at tp 2 and in one process, and the ratios of the two.
     """
     rounds = options.rounds or size.rounds
     steps = options.steps or size.steps
@@ -94,10 +94,9 @@ def bench_beside_layers(name: str, size: StepSize, options: Options) -> list[Res
 def measure_beside_layers(
     size: StepSize, rounds: int, steps: int
 ) -> tuple[list[Round], list[Round]]:
-    """Runs on every rank and times four blocks alternately.
+    """Times the converted block and parallel3d's layers alternately. Runs on every rank.
 
-    These are a converted block and the layers' block at tp 2, then both unsharded on rank 0 while
-    the other rank waits.
+    Returns the rounds at tp 2, and those of both blocks unsharded on rank 0 while rank 1 waits.
     """
     tp = init_device_mesh("cpu", (2,))
     whole = foreign(size)
@@ -119,7 +118,7 @@ def measure_beside_layers(
 
 
 def measure_beside_dtensor(size: StepSize, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank and times a converted block and a DTensor block alternately."""
+    """Times a converted block and a DTensor block alternately. Runs on every rank."""
     tp = init_device_mesh("cpu", (2,))
     peer = by_dtensor(foreign(size), tp)
     converted = foreign(size)
@@ -130,13 +129,13 @@ def measure_beside_dtensor(size: StepSize, rounds: int, steps: int) -> list[Roun
 
 
 def steps_of(size: StepSize, ours: Forward, peer: Forward) -> tuple[Step, Step]:
-    """Returns a step of each block on one sequence after a check that both agree."""
+    """Checks that both blocks agree. Returns a step of each."""
     x, grad = torch.randn(
         (2, 1, size.seq_len, size.model.hidden), generator=torch.Generator().manual_seed(0)
     )
 
     def step(block: Forward) -> tuple[Tensor, Tensor]:
-        """Returns output and input gradient. Weight gradients accumulate as over microbatches."""
+        """Returns the output and the input gradient. Weight gradients accumulate over calls."""
         leaf = x.detach().requires_grad_()
         y = block(leaf)
         y.backward(grad)
@@ -148,7 +147,7 @@ def steps_of(size: StepSize, ours: Forward, peer: Forward) -> tuple[Step, Step]:
 
 
 def foreign(size: StepSize) -> nn.Module:
-    """Returns a transformers Llama with one block, identical on every rank."""
+    """Returns a Hugging Face Llama with one block and the same weights on every rank."""
     transformers: Any = import_module("transformers")
     model = size.model
     torch.manual_seed(0)
@@ -168,14 +167,14 @@ def foreign(size: StepSize) -> nn.Module:
 
 
 def forward_of(model: Any, seq_len: int) -> Forward:
-    """Returns the forward function of the model's block with precomputed rotary positions."""
+    """Returns the block's forward function, with precomputed rotary embeddings."""
     positions = model.model.rotary_emb(torch.zeros(1), torch.arange(seq_len).unsqueeze(0))
     block: nn.Module = model.model.layers[0]
     return lambda x: block(x, position_embeddings=positions)
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns copies of the block's weights under parallel3d's names."""
+    """Returns copies of the block's weights by their names in parallel3d."""
     block = model.get_submodule("model.layers.0")
     return {
         f"layers.0.{ours}.weight": block.get_parameter(f"{theirs}.weight").detach().clone()
@@ -194,8 +193,8 @@ def own_layers(size: StepSize, tp: DeviceMesh | None, weights: dict[str, Tensor]
 
 
 def by_dtensor(model: nn.Module, tp: DeviceMesh) -> nn.Module:
-    """Parallelizes a transformers Llama by `parallelize_module`. Attention and MLP prepare their
-    input once."""
+    """Parallelizes a Hugging Face Llama. Attention and MLP convert their input to a DTensor once,
+    not once per linear layer."""
     once: dict[str, Any] = {
         "input_layouts": (Replicate(),),
         "desired_input_layouts": (Replicate(),),

@@ -1,6 +1,6 @@
-"""Counts collectives by axis and kind, with the bytes that a rank sends in ring algorithms.
+"""Counts collectives and the bytes that a rank sends for them with ring algorithms.
 
-Small tensors exchanged through shared memory and point-to-point sends are not counted.
+Small tensors exchanged through shared memory, and point-to-point sends, are not counted.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ _NOT_COUNTED = {"barrier", "monitored_barrier_", "send", "recv_", "recv_any_sour
 
 
 def collective_name(operator: Any) -> str | None:
-    """Returns the name of a collective that a `TorchDispatchMode` sees, such as "allreduce_", else
-    None.
+    """Returns the name of a collective, such as "allreduce_", or None for any other operator.
 
-    It knows c10d operators and functional collectives (used by torch.compile and DTensor).
+    Collectives are c10d operators and functional collectives (used by torch.compile and DTensor).
     """
     if operator.namespace not in ("c10d", "_c10d_functional"):
         return None
@@ -39,8 +38,8 @@ def collective_name(operator: Any) -> str | None:
 class CollectiveCounter(TorchDispatchMode):
     """Counts bytes sent by this rank in `bytes[axis, kind]` and calls in `calls[axis, kind]`.
 
-    The axis is the name on `mesh`, or the description of another group. Unknown collectives, such
-    as those of compiled code, raise NotImplementedError.
+    `axis` is the name of a mesh axis, or the description of any other process group. Functional and
+    unknown collectives raise NotImplementedError.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -51,7 +50,7 @@ class CollectiveCounter(TorchDispatchMode):
         self._axes = {mesh.get_group(name).group_name: name for name in larger}
 
     def of(self, *axes: str, kind: str) -> float:
-        """Returns the bytes of one kind over several axes."""
+        """Returns the bytes that collectives of one kind sent over these axes in total."""
         return sum(self.bytes[axis, kind] for axis in axes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -75,6 +74,6 @@ def as_group(arg: Any) -> dist.ProcessGroup | None:
     """Returns the process group in an argument of a c10d operator, or None."""
     try:
         group: dist.ProcessGroup = dist.ProcessGroup.unbox(arg)
-    except RuntimeError:  # tensors and ReduceOps
+    except RuntimeError:  # a tensor or ReduceOp
         return None
     return group

@@ -1,11 +1,11 @@
-"""`bench data`: data parallelism on a plain model, each strategy against its counterpart in torch.
+"""`bench data`: sharding strategies on a plain model, each against its counterpart in torch.
 
     NO_SHARD                      DistributedDataParallel, with gradients as views into its buckets
     SHARD_OPTIMIZER               the same with ZeroRedundancyOptimizer
-    SHARD_GRAD_OP, FULL_SHARD     fully_shard on each block, which implements them in `shard`, too
+    SHARD_GRAD_OP, FULL_SHARD     fully_shard on each block, which `shard` also uses
 
-Sizes are those of `bench step`, on two data-parallel ranks with four microbatches of one sequence
-each, and AdamW.
+Sizes are those of `bench step`. Each of two data-parallel ranks has four microbatches of one
+sequence. The optimizer is AdamW.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ STRATEGIES: tuple[ShardingName, ...] = (
     "SHARD_GRAD_OP",
     "FULL_SHARD",
 )
-REPLICATED_BARS = {"overhead": 1.0, "compute": 1.0}  # the other strategies are implemented by torch
+REPLICATED_BARS = {"overhead": 1.0, "compute": 1.0}  # largest ratios ours / peer, by size
 
 
 def bench_data(options: Options) -> list[ResultRow]:
-    """Times the selected cases and returns two rows for each."""
+    """Times the selected cases and returns their rows."""
     layouts = [
         StepLayout(
             name=strategy,
@@ -64,7 +64,7 @@ def bench_data(options: Options) -> list[ResultRow]:
 
 
 def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: checks that both agree, then times them alternately."""
+    """Checks that `shard` and its peer agree, then times them alternately. Runs on every rank."""
     mesh = build_mesh(parallel, "cpu")
     strategy = parallel.sharding
     assert strategy is not None
@@ -76,8 +76,7 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
 
 
 def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> TrainStep:
-    """Returns the training step of the plain model under `shard`, from a local batch to the global
-    loss."""
+    """Shards the plain model with `shard`. Returns its training step."""
     module = _plain_model(model)
     data = shard(module, mesh, strategy, options=ShardingOptions(gather="step"))
     parts = parts_of(module, data)
@@ -90,15 +89,15 @@ def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
 
 
 def parts_of(model: nn.Module, data: ShardedData) -> dict[str, OptimizerPart]:
-    """Returns the optimizer parts of this rank by parameter name."""
+    """Returns this rank's part of each parameter, keyed by parameter name."""
     return {own.name: own.part for own in local_parameters(model, {}, data)}
 
 
 def finish_step(
     data: ShardedData, parts: Mapping[str, OptimizerPart], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Finishes a step after its last backward pass: reduces gradients, updates and publishes
-    parameters."""
+    """Finishes a step after its last backward pass: reduces gradients, updates parameters, and
+    makes the model compute with them."""
     data.finish_gradients()
     for part in parts.values():
         part.sync_views()
@@ -108,7 +107,7 @@ def finish_step(
 
 
 def build_peer(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> TrainStep:
-    """Returns the same step with torch's own classes."""
+    """Returns the training step of the plain model with torch's counterpart of `strategy`."""
     plain = _plain_model(model)
     module: nn.Module = plain
     if strategy in ("NO_SHARD", "SHARD_OPTIMIZER"):
@@ -125,7 +124,7 @@ def build_peer(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
 
     def begin(index: int, is_last: bool) -> None:
         if isinstance(module, DistributedDataParallel):
-            module.require_backward_grad_sync = is_last  # set by `no_sync`
+            module.require_backward_grad_sync = is_last  # the flag that `no_sync` sets
         else:
             sync_in_last_backward(module, index, is_last)
 
@@ -137,7 +136,6 @@ def build_peer(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
 
 
 def _plain_model(config: ModelConfig) -> PlainLlama:
-    """Returns the model with identical weights on every rank."""
     torch.manual_seed(0)
     return PlainLlama(config)
 
@@ -145,7 +143,7 @@ def _plain_model(config: ModelConfig) -> PlainLlama:
 def _train_step(
     model: nn.Module, begin: Callable[[int, bool], None], finish: Callable[[], None], batch: Batch
 ) -> float:
-    """Runs a step and returns the mean loss over the ranks.
+    """Runs a training step on a local batch. Returns the mean loss over the ranks.
 
     It calls `begin(index, is_last)` before each microbatch and `finish` after the last one.
     """

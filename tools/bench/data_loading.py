@@ -1,9 +1,9 @@
-"""`bench data-loading`: batches of one process on one core, from token files in the page cache.
+"""`bench data-loading`: times batches from token files in the page cache, in one thread.
 
-Each contestant returns int64 inputs and labels of the same windows of 4,096 tokens in the same
+All contestants return int64 inputs and labels of the same windows of 4,096 tokens, in the same
 order. The peers are torch's DataLoader on memory-mapped files, and on Megatron's indexed data set
-if it can be imported. Only parallel3d computes the order and validates token ids. The token ids are
-random.
+if it can be imported. Only parallel3d computes the order while timed, and validates token IDs,
+which are random.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ PEERS = ("torch DataLoader", "Megatron indexed data set")
 _UNIT = "cpu_s_per_Mtoken"
 _BAR = 1 / 50
 Batches = Iterator[tuple[Tensor, Tensor]]
-Read = Callable[[int, int, int], TokenIds]  # (shard, offset, length) -> ids
+Read = Callable[[int, int, int], TokenIds]  # (shard, offset, length) -> token IDs
 
 
 class ShardWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Inputs and labels of the window that begins at an offset into all shards."""
+    """Data set of windows. An index is an offset into the concatenated shards."""
 
     def __init__(self, read: Read) -> None:
         self.read = read
@@ -61,7 +61,7 @@ class ShardWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 def bench_data_loading(options: Options) -> list[ResultRow]:
-    """Returns a row for each available peer, and one against the bar in tokens/s."""
+    """Returns a row for each available peer, and one against 50 million tokens/s."""
     torch.set_num_threads(1)
     steps = options.steps or STEPS
     rounds = options.rounds or ROUNDS
@@ -96,7 +96,7 @@ def bench_data_loading(options: Options) -> list[ResultRow]:
 
 
 def write_shards(root: Path) -> None:
-    """Writes the same documents, one per shard, as a token folder and in Megatron's format."""
+    """Writes the same documents, one per shard, in parallel3d's and in Megatron's format."""
     draw = np.random.default_rng(0)
     documents = [draw.integers(0, VOCAB, SHARD_TOKENS, dtype=np.uint16) for _ in range(SHARDS)]
     with FolderWriter(
@@ -109,10 +109,10 @@ def write_shards(root: Path) -> None:
 
 
 def write_megatron(prefix: Path, documents: Sequence[NDArray[np.uint16]]) -> None:
-    """Writes PREFIX.bin and PREFIX.idx like Megatron's builder, one document per sequence."""
+    """Writes PREFIX.bin and PREFIX.idx like Megatron's builder. Each document is one sequence."""
     lengths = np.array([len(ids) for ids in documents])
     places = 2 * (np.cumsum(lengths) - lengths)
-    uint16, count = 8, len(documents)  # Megatron's code of the dtype
+    uint16, count = 8, len(documents)  # 8 is Megatron's dtype code
     header = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, uint16, count, count + 1)
     tables = lengths.astype("<i4"), places.astype("<i8"), np.arange(count + 1, dtype="<i8")
     index = header + b"".join(table.tobytes() for table in tables)

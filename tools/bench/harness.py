@@ -1,5 +1,5 @@
-"""Common code of the benchmarks: alternate timing of two contestants on local ranks, and tables of
-cases."""
+"""Common code of the benchmarks: times parallel3d and a peer alternately on local ranks, and runs
+tables of cases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from parallel3d.tools.clock import DeviceClock
 from parallel3d.tools.local_ranks import CPU, run_ranks
 
 Step = Callable[[int], object]  # runs step i of a round
-AGREEMENT = 1e-4  # relative to the peer's largest value
+AGREEMENT = 1e-4  # largest difference, relative to the peer's largest absolute value
 
 
 def lacks_devices(device_type: str, world_size: int) -> bool:
@@ -42,7 +42,7 @@ def lacks_devices(device_type: str, world_size: int) -> bool:
 def time_in_turn(
     ours: Step, peer: Step, *, rounds: int, steps: int, device: torch.device = CPU
 ) -> list[Round]:
-    """Times both contestants round by round. Every rank must call it."""
+    """Times both contestants alternately. Every rank must call it."""
     return [
         Round(ours=time_steps(ours, steps, device), peer=time_steps(peer, steps, device))
         for _ in range(rounds)
@@ -52,11 +52,11 @@ def time_in_turn(
 def time_steps(step: Step, steps: int, device: torch.device = CPU) -> Timing:
     """Returns the time per step: wall time between barriers, and processor time summed over ranks.
 
-    On a GPU, wall time is measured on the stream.
+    On a GPU, wall time is measured with events in the stream.
     """
     clock = DeviceClock(device)
     gc.collect()
-    gc.freeze()  # A full collection would visit all objects of torch during the timing.
+    gc.freeze()  # Otherwise a full collection during the timing would visit all objects of torch.
     dist.barrier()
     start = clock.mark()
     cpu = time.process_time()
@@ -72,9 +72,9 @@ def time_steps(step: Step, steps: int, device: torch.device = CPU) -> Timing:
 def check_agreement(
     results: Iterable[tuple[str, Tensor | float, Tensor | float]], tolerance: float = AGREEMENT
 ) -> None:
-    """Checks that (name, ours, peer) agree within a relative tolerance.
+    """Raises RankError if the two values in any (name, ours, peer) differ.
 
-    Raises RankError if they differ, because the timings would then compare different things.
+    `tolerance` is relative to the peer's largest absolute value.
     """
     for what, ours, peer in results:
         mine = torch.as_tensor(ours)
@@ -88,7 +88,7 @@ def check_agreement(
 
 @dataclass(frozen=True, kw_only=True)
 class TimedCase:
-    """A comparison with a peer. `measure(*arguments, rounds, steps)` runs on every rank."""
+    """Comparison with a peer. `measure(*arguments, rounds, steps)` runs on every rank."""
 
     measure: Callable[..., list[Round]]
     arguments: tuple[object, ...]
@@ -96,7 +96,7 @@ class TimedCase:
     rounds: int
     steps: int  # per round
     cpu_bar: float | None  # largest ratio of processor time, ours / peer
-    one_process: str = ""  # name of the case whose one-process peer is a second reference
+    one_process: str = ""  # name of the case whose peer, in one process, is a second reference
     wall_bar: float | None = None  # largest ratio of wall time, ours / peer
 
 
@@ -106,7 +106,7 @@ Case = TimedCase | Callable[[Options], list[ResultRow]]
 def run_cases(cases: Mapping[str, Case], options: Options) -> list[ResultRow]:
     """Measures the selected cases and returns their rows.
 
-    Rows against one process appear only if their case is selected, too.
+    Rows against one process need the case `one_process`, which must precede.
     """
     rows: list[ResultRow] = []
     timed: dict[str, list[Round]] = {}

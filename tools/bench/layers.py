@@ -1,12 +1,12 @@
-"""`bench layers`: a transformer block, forward and backward, against DTensor and one process.
+"""`bench layers`: times a transformer block, forward and backward, against DTensor and one process.
 
-Further cases are converted transformers blocks (`converted`), and the peak memory of the chunked
+Further cases are converted Hugging Face blocks (`converted`), and the peak memory of the chunked
 loss.
 
 The peer is the same block in plain torch with the same weights, parallelized by
 `parallelize_module` (DTensor) as in `bench step`. Outputs and input gradients must agree before
-timing. Overhead dominates at `hidden 64`, matmuls at `hidden 1024`. On GPUs the block is that of
-Llama 3 8B, and the peer is compiled.
+timing. Overhead dominates at size `hidden 64`, matmuls at `hidden 1024`. On GPUs the block is that
+of Llama 3 8B, and the peer is compiled.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of
 from parallel3d.tools.bench.step import BF16_AGREEMENT, StepLayout, StepSize, timed_cases
 from parallel3d.tools.local_ranks import own_device, run_ranks
 
-# A block without embedding and head.
+# One block, without embedding and head.
 _MIDDLE = BlockRange(0, 1, is_first_stage=False, is_last_stage=False)
 SIZES = (
     StepSize(
@@ -103,7 +103,7 @@ GPU_SIZES = (
     _LLAMA_8B,
     replace(_LLAMA_8B, name="Llama 8B, compiled", is_compiled=True, wall_bar=1.05),
 )
-TP_BARS = {"hidden 64": 0.4, "hidden 1024": 1.0}  # processor time, ours / DTensor
+TP_BARS = {"hidden 64": 0.4, "hidden 1024": 1.0}  # largest ratio of processor time, ours / DTensor
 LAYOUTS = (
     StepLayout(name="one process", parallel=ParallelConfig()),
     StepLayout(name="tp 2", parallel=ParallelConfig(tp=2), cpu_bars=TP_BARS),
@@ -121,10 +121,7 @@ LOSS_BAR = 0.25
 
 
 def bench_layers(options: Options) -> list[ResultRow]:
-    """Measures the selected cases and returns their rows.
-
-    Rows against one process appear only if the case `one process` of the size is selected.
-    """
+    """Measures the selected cases and returns their rows."""
     sizes = GPU_SIZES if options.device == "cuda" else SIZES
     cases: dict[str, Case] = {**timed_cases(measure, sizes, LAYOUTS, prefix="block of ")}
     if options.device == "cpu":
@@ -139,7 +136,7 @@ def bench_layers(options: Options) -> list[ResultRow]:
 
 
 def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: checks that both agree, then times them alternately on one sequence."""
+    """Checks the block against its peer, then times both on one sequence. Runs on every rank."""
     model = size.model
     is_cut = parallel.sequence_parallel
     tp = init_device_mesh(size.device, (parallel.tp,)) if parallel.tp > 1 else None
@@ -171,7 +168,7 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
         )
 
     def step(block: nn.Module) -> tuple[Tensor, Tensor]:
-        """Returns output and input gradient. Weight gradients accumulate as over microbatches."""
+        """Returns the output and the input gradient. Weight gradients accumulate over calls."""
         leaf = x.detach().requires_grad_()
         y = block(leaf)
         y.backward(grad)
@@ -186,9 +183,9 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
 
 
 def bench_loss(case: str, tp: int, options: Options) -> list[ResultRow]:
-    """Compares the peak memory of head and loss in chunks with that of all tokens at once.
+    """Compares the peak memory of head and loss, in chunks and for all tokens at once.
 
-    It is the increase in memory during a forward and backward pass, each in a new process.
+    Each is measured in new processes, as the increase during a forward and backward pass.
     """
     device = options.device
     if lacks_devices(device, tp):
@@ -201,8 +198,8 @@ def bench_loss(case: str, tp: int, options: Options) -> list[ResultRow]:
 
 
 def peak_of_loss(tp: int, in_chunks: bool, device_type: str) -> int:
-    """Runs on every rank and returns rank 0's peak in bytes, of the process or of the CUDA
-    allocator."""
+    """Returns the peak increase in bytes, of the CUDA allocator or, on CPU, of this process. Runs
+    on every rank."""
     device = own_device(device_type)
     mesh = init_device_mesh(device_type, (tp,)) if tp > 1 else None
     head = VocabParallelHead(LOSS_HIDDEN, LOSS_VOCAB, tp=ParallelContext(mesh, device=device))
@@ -219,14 +216,14 @@ def peak_of_loss(tp: int, in_chunks: bool, device_type: str) -> int:
         losses.mean().backward()
         head.weight.grad = None
 
-    step(8)  # The first step loads the pages of libraries.
+    step(8)  # Warmup, which loads libraries into memory.
     gc.collect()
     if device_type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         step(LOSS_TOKENS)
         return torch.cuda.max_memory_allocated(device) - before
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak of the process
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of the process
     before = _memory_bytes("VmRSS")
     step(LOSS_TOKENS)
     return _memory_bytes("VmHWM") - before

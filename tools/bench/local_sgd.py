@@ -1,7 +1,7 @@
-"""`bench local_sgd`: the quickstart on two replicas with local SGD, against summed gradients.
+"""`bench local_sgd`: trains the quickstart on two replicas with local SGD.
 
-Both see the same tokens. The benchmark compares the validation loss after training, and the bytes
-that a rank sends to the other replica.
+The peer sums gradients in every step. Both see the same tokens. The results are the final
+validation loss, and the bytes that a rank sends to the other replica.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ LAYOUT = (
     "parallel.dp_replicate=2",
     "parallel.microbatch_size=8",
 )
-# A replica has half of the batch, and a lower learning rate keeps the replicas close. A run of
-# thirty synchronizations is too short for the paper's outer momentum of 0.9
-# (docs/how-to/local-sgd.md).
+# A lower learning rate, because a replica has half of the batch and must stay close to the other.
+# Thirty synchronizations are too few for an outer momentum of 0.9 (docs/how-to/local-sgd.md).
 DILOCO = (
     "optimizer.lr=1.5e-3",
     "local_sgd.sync_every=20",
@@ -50,14 +49,14 @@ CASES = {"sync_every 20": DILOCO}
 def bench_local_sgd(options: Options) -> list[ResultRow]:
     """Trains the selected cases and returns two rows for each.
 
-    `options.steps` is the length of a run, over which the learning rate decays.
+    The learning rate decays over `options.steps`.
     """
     names = chosen(CASES, options)
     steps = options.steps or STEPS
     length = (
         f"train.steps={steps}",
         f"optimizer.decay_steps={steps}",
-        f"optimizer.warmup_steps={min(30, steps // 10)}",  # as in the recipe
+        f"optimizer.warmup_steps={min(30, steps // 10)}",  # 30 as in the recipe
         "train.device=cpu",
         # fewer sequences would make the validation loss noisy
         "train.eval_sequences=256",
@@ -76,9 +75,9 @@ def bench_local_sgd(options: Options) -> list[ResultRow]:
 
 
 def train(recipe: Recipe) -> tuple[float, float]:
-    """Runs on every rank: trains a run without checkpoints.
+    """Trains a run without checkpoints. Runs on every rank.
 
-    Returns the final validation loss, and the MiB that each rank sent to the other replica.
+    Returns the final validation loss, and the MiB that this rank sent to the other replica.
     """
     mesh = build_mesh(recipe.parallel, "cpu")
     rank = dist.get_rank()

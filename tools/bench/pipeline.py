@@ -1,9 +1,9 @@
-"""`bench pipeline`: the pipeline runtime against torch.distributed.pipelining.
+"""`bench pipeline`: times the pipeline runtime against torch.distributed.pipelining.
 
 Both run the same stages and schedule in the same processes, without trainer, data parallelism or
-optimizer. Losses and gradients must agree before timing. In the size `overhead` stages compute
-almost nothing, in `compute` matmuls dominate. Bubble cases compare the measured bubble with the
-simulated one, in percent of all rank time. The simulation uses the median durations of the actions.
+optimizer. Losses and gradient norms must agree before timing. At size `overhead`, stages compute
+almost nothing. At `compute`, matmuls dominate. Bubble cases compare the measured bubble with the
+simulated one, in percent of all rank time. The simulation uses median measured durations.
 """
 
 from __future__ import annotations
@@ -44,27 +44,27 @@ from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of
 from parallel3d.tools.local_ranks import own_device, run_ranks
 
 BUBBLE_STEPS = 7
-BUBBLE_POINTS = 5.0  # largest difference from the simulated bubble in percentage points
+BUBBLE_POINTS = 5.0  # largest excess over the simulated bubble, in percentage points
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageSize:
-    """Size of a stage, number of microbatches, and length of the measurement."""
+    """Size of each stage and number of microbatches, rounds and steps."""
 
     name: str
     width: int
     inner: int
-    rows: int  # rows per microbatch
+    rows: int  # per microbatch
     microbatches: int
     rounds: int
     steps: int  # per round
-    cpu_bar: float
+    cpu_bar: float  # largest ratio of processor time, ours / torch
     device: Literal["cpu", "cuda"] = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCase:
-    """A schedule on `pp` ranks with stages of one size."""
+    """A schedule on `pp` ranks with equal stages."""
 
     size: StageSize
     schedule: ScheduleName
@@ -94,7 +94,7 @@ OVERHEAD = StageSize(
     steps=5,
     cpu_bar=0.85,
 )
-# Matmuls of tens of milliseconds, so that transfers are negligible.
+# Matmuls take tens of milliseconds, so transfers are negligible.
 COMPUTE = StageSize(
     name="compute",
     width=512,
@@ -106,12 +106,12 @@ COMPUTE = StageSize(
     cpu_bar=1.0,
 )
 GPU_COMPUTE = replace(COMPUTE, width=4096, inner=16384, rows=2048, rounds=5, steps=3)
-TORCH_SCHEDULES: dict[ScheduleName, tuple[int, Any]] = {  # stages per rank, and torch's schedule
+TORCH_SCHEDULES: dict[ScheduleName, tuple[int, Any]] = {  # (stages per rank, torch's class)
     "1f1b": (1, Schedule1F1B),
     "interleaved_1f1b": (2, ScheduleInterleaved1F1B),
     "interleaved_zb": (2, ScheduleInterleavedZeroBubble),
 }
-BUBBLE_SCHEDULES: dict[ScheduleName, int] = {
+BUBBLE_SCHEDULES: dict[ScheduleName, int] = {  # stages per rank
     "1f1b": 1,
     "gpipe": 1,
     "interleaved_1f1b": 2,
@@ -156,7 +156,7 @@ def _bubble(name: str, case: PipelineCase, options: Options) -> list[ResultRow]:
 
 
 def measure(case: PipelineCase, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: checks that both agree, then times them alternately."""
+    """Checks that both runtimes agree, then times them alternately. Runs on every rank."""
     our_stages = own_stages(case)
     peer_stages = own_stages(case)
     ours = _from_no_gradients(build_ours(case, our_stages), our_stages)
@@ -171,9 +171,9 @@ def measure(case: PipelineCase, rounds: int, steps: int) -> list[Round]:
 
 
 def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
-    """Runs on every rank and returns the (measured, simulated) bubble in percent.
+    """Returns the (measured, simulated) bubble in percent. Runs on every rank.
 
-    It is that of the step with the median difference. Only the result of rank 0 is valid.
+    Both are from the step with the median difference.
     """
     schedule = case.build()
     step = build_ours(case, own_stages(case))
@@ -185,7 +185,7 @@ def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
         if number == 0:
             continue  # warmup
         everyone: list[list[Span]] = [[]] * case.pp
-        # ranks of one host share a clock
+        # The ranks of one host share a clock.
         dist.all_gather_object(everyone, recorder.spans(dist.get_rank()))
         spans = tuple(span for rank in everyone for span in rank)
         measured = Timeline(name=schedule.name, ranks=case.pp, spans=spans)
@@ -196,7 +196,7 @@ def measure_bubble(case: PipelineCase, steps: int) -> tuple[float, float]:
 
 
 def own_stages(case: PipelineCase) -> list[nn.Module]:
-    """Returns the modules of this rank's stages, with the same weights in each call."""
+    """Returns the modules of this rank's stages. Every call returns the same weights."""
     torch.manual_seed(0)
     width = case.size.width
     inner = case.size.inner
@@ -212,7 +212,7 @@ def own_stages(case: PipelineCase) -> list[nn.Module]:
 
 
 def build_ours(case: PipelineCase, stages: list[nn.Module]) -> Callable[..., Tensor]:
-    """Returns a step of parallel3d's runtime. It returns the loss on the rank of the last stage."""
+    """Returns a step of parallel3d's runtime, which returns the loss on the last stage's rank."""
     pp = init_device_mesh(case.size.device, (case.pp,), mesh_dim_names=("pp",))
     boundary = TensorSpec((case.size.rows, case.size.width))
     runtime = PipelineRuntime(
@@ -227,7 +227,7 @@ def build_ours(case: PipelineCase, stages: list[nn.Module]) -> Callable[..., Ten
 
 
 def build_peer(case: PipelineCase, modules: list[nn.Module]) -> Callable[[], Tensor]:
-    """Returns torch's step with static shapes and without gradient scaling."""
+    """Returns a step of torch's schedule, with static shapes and without gradient scaling."""
     schedule = case.build()
     device = own_device(case.size.device)
     group = init_device_mesh(device.type, (case.pp,), mesh_dim_names=("pp",)).get_group()

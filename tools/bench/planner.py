@@ -1,9 +1,9 @@
-"""`bench planner`: errors of the planner and of another planner on the same published runs.
+"""`bench planner`: compares errors of the planner and a peer on the same published runs.
 
-Runs that the peer cannot express are excluded for both. Both get the runs as read by
-`planner.published`, including defaults of missing fields, and are compared with the same measured
-value. llm-analysis needs an assumed efficiency. It is scored with the value from its documentation,
-and with the value that minimizes its median error on these runs, which users cannot know.
+Runs that the peer cannot express are excluded for both planners. Both get the runs as read by
+`planner.published`, including defaults for missing fields, and are compared with the same measured
+values. llm-analysis needs an assumed efficiency. It is scored with the value from its README, and
+with the value that minimizes its median throughput error on these runs, which users cannot know.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
 
 CASES = Path(__file__).parents[1] / "cases" / "published.json"
 FILES = (CASES, CASES.with_name("elsewhere25.json"))
-ADVISED = 0.5  # llm-analysis's README, "How to Set FLOPS and Memory Efficiency"
-BAR = 1.0  # largest ratio, ours / peer
+ADVISED = 0.5  # efficiency, from llm-analysis's README: "How to Set FLOPS and Memory Efficiency"
+BAR = 1.0  # largest ratio of errors, ours / peer
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One error of a score, and the number of runs that it covers."""
+    """Kind of error. `of` returns its value (None without runs) and the number of runs."""
 
     name: str
     unit: str
@@ -97,7 +97,6 @@ def bench_planner(options: Options) -> list[ResultRow]:
 
 
 def _peer(who: str, efficiency: float = ADVISED) -> Peer:
-    """Returns a peer planner. Raises ConfigError if it is not installed."""
     from parallel3d.tools.bench.peers.calculon import Calculon
     from parallel3d.tools.bench.peers.llm_analysis import LlmAnalysis
 
@@ -107,7 +106,7 @@ def _peer(who: str, efficiency: float = ADVISED) -> Peer:
 
 
 def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
-    """Returns the scores of this planner and the peer on the runs that the peer can express."""
+    """Scores this planner and the peer on the runs that the peer can express."""
     both, left_out = same_runs(file, peer)
     for why, number in left_out.items():
         print(f"{who} cannot express {number} runs: {why}", file=sys.stderr)
@@ -127,13 +126,13 @@ def both_scores(who: str, peer: Peer, file: CaseFile) -> tuple[Score, Score]:
 
 
 def counted(file: CaseFile) -> CaseFile:
-    """Returns the dense bf16 and fp16 runs without duplicates."""
+    """Returns the runs that count in totals, without duplicates."""
     cases = tuple(case for case in file.cases if not case.apart and "duplicate" not in case.tags)
     return CaseFile(cases=cases, skipped=())
 
 
 def same_runs(file: CaseFile, peer: Peer) -> tuple[CaseFile, Counter[str]]:
-    """Returns the counted runs that the peer can express, and the number of others by reason."""
+    """Returns the runs that the peer can express, and the number of others by reason."""
     every = counted(file).cases
     reasons = {case.id: peer.cannot(case) for case in every}
     both = CaseFile(cases=tuple(case for case in every if not reasons[case.id]), skipped=())
@@ -141,8 +140,7 @@ def same_runs(file: CaseFile, peer: Peer) -> tuple[CaseFile, Counter[str]]:
 
 
 def row(case: str, figure: Figure, ours: Score, peer: Score, *, of: int) -> ResultRow:
-    """Returns the row of one figure. `of` counts all runs, including those the peer cannot
-    express."""
+    """Returns the row of one figure. `of` includes runs that the peer cannot express."""
     (our_error, runs), (peer_error, _) = figure.of(ours), figure.of(peer)
     if our_error is None or peer_error is None:
         raise ConfigError(f"bench planner: {case}: the peer cannot express any of {of} runs")
@@ -150,10 +148,10 @@ def row(case: str, figure: Figure, ours: Score, peer: Score, *, of: int) -> Resu
 
 
 def fitted_efficiency(predicted: Score, at: float) -> float:
-    """Returns the efficiency with the smallest median throughput error, to a thousandth.
+    """Returns the efficiency, to a thousandth, with the smallest median throughput error.
 
-    The planner's throughput must be proportional to its efficiency. `predicted` is its score at the
-    efficiency `at`.
+    `predicted` is the peer's score at the efficiency `at`. The predicted throughput must be
+    proportional to the efficiency.
     """
     # Predicted / measured throughput of each timed run.
     ratios = [

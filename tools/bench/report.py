@@ -1,4 +1,4 @@
-"""Results of a benchmark: rows of ours against a peer, as a table or JSON."""
+"""Results that compare parallel3d ("ours") with a peer, as a table or JSON."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from typing import Literal
 from parallel3d.errors import ConfigError
 
 _COLUMNS = ("case", "unit", "ours", "peer", "bar", " ratio")
-_TO_THE_LEFT = (0, 1, 5)  # The last column aligns its own numbers, because text may follow them.
+_TO_THE_LEFT = (0, 1, 5)  # Left-aligned columns. The last has padded numbers, then text.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Extent of a benchmark. None selects the benchmark's default."""
+    """Options of a benchmark. None selects its default."""
 
     rounds: int | None = None
-    steps: int | None = None  # per round, of each contestant
+    steps: int | None = None  # per round
     case: str = ""  # run only cases with this in their name
     device: Literal["cpu", "cuda"] = "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResultRow:
-    """One comparison in one unit. Smaller is better."""
+    """Comparison of one quantity in one case. Smaller is better."""
 
     case: str
     ours: float
     peer: float
     unit: str
     ratio: float  # ours / peer
-    bar: float | None  # largest ratio, or None
+    bar: float | None  # largest ratio. None: no limit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Time of one step of one contestant."""
+    """Mean time per step."""
 
     wall_s: float
-    cpu_s: float  # process time, summed over ranks
+    cpu_s: float  # processor time, summed over ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Ours and the peer, timed one directly after the other."""
+    """Timings of parallel3d and the peer, one directly after the other."""
 
     ours: Timing
     peer: Timing
@@ -63,7 +63,7 @@ def chosen(cases: Iterable[str], options: Options) -> list[str]:
 
 
 def announced(cases: Sequence[str]) -> Iterator[str]:
-    """Yields each case and prints its name to stderr."""
+    """Yields the case names. Prints each to stderr first."""
     for number, name in enumerate(cases, start=1):
         print(f"[{number}/{len(cases)}] {name}", file=sys.stderr, flush=True)
         yield name
@@ -72,10 +72,10 @@ def announced(cases: Sequence[str]) -> Iterator[str]:
 def rows_against_peer(
     case: str, rounds: Sequence[Round], cpu_bar: float | None, wall_bar: float | None = None
 ) -> list[ResultRow]:
-    """Returns medians over the rounds.
+    """Returns a row of processor time and one of wall time, with medians over the rounds.
 
-    The ratio is the median of the rounds' ratios, because a disturbance affects both contestants of
-    a round.
+    The ratio is the median of the rounds' ratios, because a disturbance often affects both timings
+    of a round.
     """
     cpu = [(round.ours.cpu_s, round.peer.cpu_s) for round in rounds]
     wall = [(round.ours.wall_s, round.peer.wall_s) for round in rounds]
@@ -88,7 +88,7 @@ def rows_against_peer(
 def rows_against_one_process(
     case: str, rounds: Sequence[Round], one_process: Sequence[Round]
 ) -> list[ResultRow]:
-    """Compares a layout with the plain loop in one process: the cost and gain of parallelism."""
+    """Compares a layout with the peer of another case, the plain loop in one process."""
     cpu = (median(r.ours.cpu_s for r in rounds), median(r.peer.cpu_s for r in one_process))
     wall = (median(r.ours.wall_s for r in rounds), median(r.peer.wall_s for r in one_process))
     name = f"{case} vs one process"
@@ -98,7 +98,7 @@ def rows_against_one_process(
 def row_of(
     case: str, unit: str, pairs: Sequence[tuple[float, float]], bar: float | None = None
 ) -> ResultRow:
-    """Returns the medians of (ours, peer) and of their ratios."""
+    """Returns a row with the medians of (ours, peer) pairs and of their ratios."""
     ours, peers = zip(*pairs, strict=True)
     ratio = median(ours / peer for ours, peer in pairs)
     return ResultRow(
@@ -107,7 +107,7 @@ def row_of(
 
 
 def as_json(rows: Sequence[ResultRow]) -> str:
-    """Returns a JSON object `{"results": [...]}` with the fields of `ResultRow`."""
+    """Returns a JSON object `{"results": [...]}` with the fields of each row."""
     return json.dumps({"results": [asdict(row) for row in rows]}, indent=2)
 
 

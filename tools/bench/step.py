@@ -1,9 +1,9 @@
-"""`bench step`: a training step in each layout, against PyTorch's native stack in the same
-processes.
+"""`bench step`: times a training step in each layout against PyTorch's native stack.
 
-Both start from the same weights and see the same tokens. Losses must agree before timing, because
-otherwise the peer would train another model. In the size `overhead` there is almost nothing to
-compute, which shows the cost of parallelism. In `compute` matmuls dominate, as in real training.
+Both run in the same processes, start from the same weights and see the same tokens. Losses must
+agree before timing, because otherwise the peer would train a different model. At size `overhead`
+there is almost nothing to compute, which shows the cost of parallelism. At `compute`, matmuls
+dominate, as in real training.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ BF16_AGREEMENT = 2e-2
 
 @dataclass(frozen=True, kw_only=True)
 class StepSize:
-    """A model, a sequence length, a device, and the length of the measurement.
+    """Model, sequence length and device of a measurement, and its number of rounds and steps.
 
-    The peer is always compiled on a GPU. `is_compiled` compiles ours. `wall_bar` limits the ratio
-    of stream time, ours / peer.
+    `is_compiled` compiles parallel3d's model and, on CPU, the peer's. On a GPU the peer is always
+    compiled. `wall_bar` is the largest ratio of wall time, ours / peer.
     """
 
     name: str
@@ -66,7 +66,6 @@ class StepSize:
     wall_bar: float | None = None
 
     def peer_settings(self) -> PeerSettings:
-        """Returns the settings of the peer on this rank."""
         on_gpu = self.device == "cuda"
         return PeerSettings(
             device=own_device(self.device),
@@ -77,11 +76,12 @@ class StepSize:
 
 @dataclass(frozen=True, kw_only=True)
 class StepLayout:
-    """A parallel layout to benchmark, with the largest allowed ratios to the peer."""
+    """A parallel layout to benchmark."""
 
     name: str
     parallel: ParallelConfig
-    cpu_bars: dict[str, float] = field(default_factory=dict)  # processor time, ours / peer, by size
+    # Largest ratio of processor time, ours / peer, by size.
+    cpu_bars: dict[str, float] = field(default_factory=dict)
 
 
 OVERHEAD = StepSize(
@@ -155,10 +155,7 @@ LAYOUTS = (
 
 
 def bench_step(options: Options) -> list[ResultRow]:
-    """Times the selected cases and returns their rows.
-
-    Rows against one process appear only if the case `single` of the size is selected.
-    """
+    """Times the selected cases and returns their rows."""
     if options.device == "cuda":
         return run_cases(timed_cases(measure, GPU_SIZES, LAYOUTS), options)
     cases = timed_cases(measure, SIZES, LAYOUTS)
@@ -173,10 +170,10 @@ def timed_cases(
     layouts: Sequence[StepLayout],
     prefix: str = "",
 ) -> dict[str, TimedCase]:
-    """Returns the cases of each size in each layout, measured by `measure(size, parallel, rounds,
-    steps)`.
+    """Returns a case for each size and layout.
 
-    If the first layout has one process, the others are compared with it, too.
+    Every rank of a case calls `measure(size, parallel, rounds, steps)`. If the first layout has one
+    process, the others are also compared with its peer.
     """
     cases = {}
     for size in sizes:
@@ -198,8 +195,7 @@ def timed_cases(
 
 
 def recipe(size: StepSize, parallel: ParallelConfig) -> Recipe:
-    """Returns a recipe with 8 sequences per step, microbatches of 1, and a constant learning
-    rate."""
+    """Returns a recipe with 8 sequences per step, 1 per microbatch, and a constant lr."""
     return Recipe(
         model=size.model,
         parallel=replace(parallel, microbatch_size=1),
@@ -219,7 +215,7 @@ def recipe(size: StepSize, parallel: ParallelConfig) -> Recipe:
 
 
 def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -> list[Round]:
-    """Runs on every rank: checks the trainer against its peer, then times them alternately.
+    """Checks the trainer against its peer, then times both alternately. Runs on every rank.
 
     The peer is PyTorch's native stack, or the plain loop for one process.
     """
@@ -235,8 +231,7 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
         stack: PlainStack | TorchStack = PlainStack(plan, weights, settings)
     else:
         stack = TorchStack(plan, build_mesh(plan.parallel, size.device), weights, settings)
-    # The second step depends on the gradients of the first one, so two steps must agree. They also
-    # serve as warmup.
+    # Two steps must agree, because only the second depends on gradients. They also serve as warmup.
     return time_train_steps(
         plan,
         lambda batch: trainer.train_step(batch).loss,
@@ -269,7 +264,7 @@ def time_train_steps(
 ) -> list[Round]:
     """Checks that both contestants agree, then times them alternately on further batches.
 
-    Contestants map a local batch to the global loss. Raises RankError if the losses differ.
+    Both map a local batch to the global loss. Raises RankError if the losses differ.
     """
     batches = [
         random_batch(recipe, dist.get_rank(), seed) for seed in range(agreement_steps + steps)
@@ -291,7 +286,7 @@ def time_train_steps(
 
 
 def random_batch(recipe: Recipe, rank: int, seed: int) -> Batch:
-    """Returns the contiguous share of a random global batch for `rank`."""
+    """Returns the share of `rank` in a random global batch."""
     place = recipe.parallel.coordinates(rank)
     share = place.dp_replicate * recipe.parallel.dp_shard + place.dp_shard
     shape = (

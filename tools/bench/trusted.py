@@ -1,9 +1,9 @@
-"""`bench trusted`: published layouts (layouts.yaml) against the planner's recommendations.
+"""`bench trusted`: compares published layouts (layouts.yaml) with the planner's recommendations.
 
-Each job is planned for the framework that ran it, with the recompute, sequence parallelism and
-sharding of the run, and for parallel3d if it can run the job. The search decides the rest. A
-published layout counts as missed if its tp x pp x cp is not among the first five strategies. The
-second unit compares predicted step times of the first strategy and the published layout.
+Each job is planned for the framework that ran it and, if possible, for parallel3d. For the former,
+recompute, sequence parallelism and sharding are those of the run, as far as known. A published
+layout is missed if its tp x pp x cp is not among the first five strategies. Other rows compare
+predicted step times of the first strategy and the published layout.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen,
 from parallel3d.tools.plan.score import recorded_accuracy
 
 FIRST = 5
-RISK = 0.05  # default risk of a plan
+RISK = 0.05  # default probability of running out of memory
 LAYOUTS = Path(__file__).with_name("layouts.yaml")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Rank of a published layout in a plan, or None if it is not among the first ones."""
+    """Place of a published layout in a plan: 1 to `FIRST`, or None if it is missed."""
 
     place: int | None
-    # predicted step times of the first strategy and the published layout
+    # Predicted step times in seconds of the first strategy and the published layout, if known.
     steps_s: tuple[float, float] | None
 
 
@@ -64,7 +64,7 @@ def bench_trusted(options: Options) -> list[ResultRow]:
 
 
 def rows_of(title: str, verdicts: Sequence[Verdict]) -> list[ResultRow]:
-    """Returns the number of missed layouts, and the medians of predicted step times."""
+    """Returns a row of the missed layouts among all, and one of predicted step times."""
     if not verdicts:
         return []
     missed = sum(each.place is None for each in verdicts)
@@ -76,7 +76,7 @@ def rows_of(title: str, verdicts: Sequence[Verdict]) -> list[ResultRow]:
 
 
 def cases_of(entry: dict[str, Any]) -> list[PublishedCase]:
-    """Returns the runs of an entry of layouts.yaml, and the fastest run of each `best_of` group."""
+    """Returns the runs that an entry of layouts.yaml names, and the fastest of `best_of` groups."""
     cases = read_cases(CASES.with_name(entry["file"]), [HARDWARE]).cases
     by_id = {case.id: case for case in cases}
     named = [by_id[name] for name in entry.get("runs", ())]
@@ -102,10 +102,10 @@ def _speed(case: PublishedCase) -> float:
 
 
 def question_of(case: PublishedCase, framework: FrameworkProfile) -> PlanRequest:
-    """Returns the plan request for the same job and devices with this framework."""
+    """Returns the plan request for the job and devices of a run with this framework."""
     run = case.run
     layout = case.run.layout
-    if layout.cp > 1 and "cp" not in framework.axes:  # The published run used the axis.
+    if layout.cp > 1 and "cp" not in framework.axes:  # The published run used this axis.
         framework = replace(framework, axes=(*framework.axes, "cp"))
     fixed = Fixed()
     if not framework.is_parallel3d:
@@ -134,9 +134,9 @@ def question_of(case: PublishedCase, framework: FrameworkProfile) -> PlanRequest
 
 
 def _states_recompute(case: PublishedCase) -> bool:
-    """Returns True if the plan must use the run's recompute.
+    """Returns True if the plan must use the recompute setting of the run.
 
-    It must if the source states it, the planner supports it, and the run fits with it.
+    It must if the source states it, the planner supports it, and the run nearly fits with it.
     """
     run = case.run
     is_open = any("activation_recompute" in field for field in case.filled)
@@ -145,7 +145,7 @@ def _states_recompute(case: PublishedCase) -> bool:
 
 
 def verdict(case: PublishedCase, framework: FrameworkProfile) -> Verdict:
-    """Plans the job of a run and searches the plan for the run's layout."""
+    """Plans the job of a run and looks for the run's layout in the plan."""
     layout = case.run.layout
     strategies = search(question_of(case, framework), top=FIRST).strategies
     found = [(s.parallel.tp, s.parallel.pp, other_axes(s.parallel)[0]) for s in strategies]

@@ -1,14 +1,14 @@
 """Predictions of Calculon (Isaev et al. 2023, https://github.com/calculon-ai/calculon) for
 published runs, with its own system files.
 
-It is not a dependency: clone it and put the clone on PYTHONPATH. The package of that name in the
-package index is another one.
+It is not a dependency: clone it and put the clone on PYTHONPATH. The PyPI package of that name is a
+different project.
 
-Calculon saves attention scores, has an MLP of two matrices and one key-value head per query head,
-and shards only optimizer states. Other runs are excluded in the exact variant. The approximate
-variant models tiled attention as recomputed scores, a gated MLP as two matrices with the same
-number of parameters, and grouped keys as one per head. Each axis uses the fastest allowed network.
-Memory is compared with the device of the case.
+Calculon assumes saved attention scores, an MLP of two matrices, one key-value head per query head,
+and sharding of only optimizer states. The exact variant excludes other runs. The approximate
+variant models FlashAttention as recomputed scores, a gated MLP as two matrices with the same number
+of parameters, and grouped-query attention as multi-head attention. Each axis uses the fastest
+allowed network. Memory is compared with that of the case's device.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from parallel3d.planner.model.planned_run import RunLayout
 from parallel3d.planner.published.cases import PublishedCase
 from parallel3d.planner.published.score import Prediction, prediction
 
-_SYSTEMS = {"A100": "a100_80g.json", "H100": "h100_80g_nvl8.json"}  # by a part of the device name
+# Part of the device name -> system file.
+_SYSTEMS = {"A100": "a100_80g.json", "H100": "h100_80g_nvl8.json"}
 _RECOMPUTE = {"none": "none", "selective": "attn_only", "full": "full"}
-_GATED = 1.5  # two matrices with the parameters of three
-_BOUNDLESS_GIB = 10**7  # Calculon raises an error for layouts that do not fit
+_GATED = 1.5  # width factor: two matrices with the parameters of three
+# Device memory, because Calculon raises an error if a layout does not fit.
+_BOUNDLESS_GIB = 10**7
 
 
 class Calculon:
-    """The planner. `approximate` also allows runs that it cannot express exactly."""
+    """Calculon as a peer of the planner. `approximate` selects the approximate variant."""
 
     def __init__(self, *, approximate: bool) -> None:
         """Raises ConfigError if Calculon or its system files cannot be found."""
@@ -70,7 +72,7 @@ class Calculon:
         return ""
 
     def predict(self, case: PublishedCase) -> Prediction:
-        """Predicts a case. Raises ConfigError if Calculon rejects it."""
+        """Returns Calculon's prediction for a case. Raises ConfigError if Calculon rejects it."""
         layout = case.run.layout
         shape = case.run.shape
         application = self._llm.Application(
@@ -85,7 +87,7 @@ class Calculon:
                 "num_blocks": shape.layers,
             }
         )
-        # Networks that tp, pp and dp may use: 0 is within the node, 1 between nodes.
+        # Networks that tp, pp and dp may each use: 0 within the node, 1 between nodes.
         allowed = [(0, 1) if ways > 1 else (0,) for ways in (layout.tp, layout.pp, layout.dp)]
         answers = []
         refusals = []
@@ -108,7 +110,7 @@ class Calculon:
     def _asked(
         self, case: PublishedCase, application: Any, networks: tuple[int, ...]
     ) -> tuple[float, float]:
-        """Returns step seconds and bytes per device with these networks for tp, pp and dp."""
+        """Returns (step seconds, bytes per device), given the networks of tp, pp and dp."""
         run = case.run
         layout = case.run.layout
         tree = next(tree for part, tree in self._systems.items() if part in run.cluster.device.name)
@@ -124,7 +126,7 @@ class Calculon:
             "data_par_net": networks[2],
             "batch_size": run.global_batch_size,
             "microbatch_size": layout.microbatch_size,
-            # bfloat16 has the same speed, but no figures in the system files
+            # as fast as bfloat16, for which the system files have no figures
             "datatype": "float16",
             "fused_activation": True,
             "attention_type": "multihead",

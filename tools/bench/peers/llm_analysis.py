@@ -1,10 +1,10 @@
 """Predictions of llm-analysis (Li 2023, https://github.com/cli99/llm-analysis) for published runs.
 It is not a dependency: install it to run this benchmark.
 
-Simplifications of llm-analysis are not corrected. Step time is FLOPs / (efficiency x peak), without
+Simplifications by llm-analysis are not corrected: step time is FLOPs / (efficiency x peak), without
 bubble and communication. An MLP has two matrices, and its FLOPs assume ffn = 4 hidden. Embeddings
-are tied. Layers per stage are rounded down for memory. A gated MLP is passed as two matrices with
-the same number of parameters, which then save as many activations.
+are tied. For memory, layers per stage are rounded down. A gated MLP is passed as two matrices with
+the same number of parameters and saved activations.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from parallel3d.planner.model.planned_run import RunLayout
 from parallel3d.planner.published.cases import PublishedCase
 from parallel3d.planner.published.score import Prediction, prediction
 
-# Names in ActivationRecomputation.
+# Recompute setting -> member of ActivationRecomputation.
 _RECOMPUTE = {"none": "NONE", "selective": "SELECTIVE", "full": "FULL"}
-_GATED = 1.5  # two matrices with the parameters of three
+_GATED = 1.5  # width factor: two matrices with the parameters of three
 
 
 class LlmAnalysis:
-    """The planner at an `efficiency` relative to the devices' peak."""
+    """llm-analysis as a peer of the planner. It assumes `efficiency`, a fraction of peak FLOP/s."""
 
     def __init__(self, *, efficiency: float) -> None:
         """Raises ConfigError if the package is not installed."""
@@ -32,7 +32,7 @@ class LlmAnalysis:
         try:
             self._analysis = import_module("llm_analysis.analysis")
             self._config = import_module("llm_analysis.config")
-            # It would print several warnings for each run.
+            # Without this, it prints several warnings per run.
             import_module("llm_analysis.logger").logger.setLevel(logging.CRITICAL)
         except ImportError as missing:
             raise ConfigError(
@@ -45,7 +45,7 @@ class LlmAnalysis:
         return why_not(case.run.layout)
 
     def predict(self, case: PublishedCase) -> Prediction:
-        """Predicts a case that llm-analysis can express."""
+        """Predicts a case for which `cannot` returns ""."""
         run = case.run
         layout = case.run.layout
         shape = case.run.shape
@@ -64,7 +64,7 @@ class LlmAnalysis:
         )
         device = self._config.GPUConfig(
             name=cluster.name,
-            # multiplied by 1024^3 in llm-analysis
+            # llm-analysis multiplies it by 1024^3
             mem_per_GPU_in_GB=cluster.device.memory_bytes / GIB,
             hbm_bandwidth_in_GB_per_sec=cluster.device.memory_bandwidth / 1e9,
             intra_node_bandwidth_in_GB_per_sec=cluster.node.bandwidth / 1e9,
@@ -111,7 +111,7 @@ def why_not(layout: RunLayout) -> str:
 
 
 def _zero_stage(layout: RunLayout) -> int | None:
-    """Returns the DeepSpeed ZeRO stage of a layout, or None if there is none."""
+    """Returns the DeepSpeed ZeRO stage of a layout, or None if no stage matches."""
     shards = (layout.optimizer_shards, layout.gradient_shards, layout.parameter_shards)
     stage = sum(number > 1 for number in shards)
     if shards == (layout.dp,) * stage + (1,) * (3 - stage):

@@ -1,2 +1,2 @@
-"""Training in plain torch as an experienced user writes it: the reference of benchmarks and
+"""Training in plain torch as an experienced user would write it: the reference for benchmarks and
 tests."""

@@ -1,8 +1,8 @@
-"""A Llama in plain torch and a training loop in one process: the reference of tests and benchmarks.
+"""A Llama and a training loop in one process in plain torch: a reference for tests and benchmarks.
 
 It shares only `ModelConfig` and parameter names with parallel3d's layers, so an error in the layers
-cannot hide in their reference. On a pipeline stage `embed`, `norm` and `head` may be None and
-`layers` incomplete. `forward` then takes and returns hidden states.
+cannot hide in their reference. On a pipeline stage, `embed`, `norm` and `head` may be None and
+`layers` incomplete.
 
 Shapes: B batch, S sequence, D hidden, H heads, J key-value heads, K head dim, F ffn, V vocabulary.
 """
@@ -23,7 +23,7 @@ from parallel3d.tools.check_layout.plain import adamw
 
 
 class PlainRotary:
-    """Cosines and sines of the rotary angles, [S, K] each, cached for the last length."""
+    """Cosines and sines of the rotary angles, [S, K] each, cached for the last sequence length."""
 
     def __init__(self, head_dim: int, theta: float) -> None:
         self.head_dim = head_dim
@@ -52,8 +52,7 @@ class PlainRotary:
 class PlainAttention(nn.Module):
     """Causal attention, [B, S, D] to [B, S, D]. H / J query heads share a key-value head.
 
-    The number of heads follows from the projections' outputs, because tensor parallelism reduces
-    it.
+    The number of heads is that of the projections' outputs, because tensor parallelism splits them.
     """
 
     def __init__(self, config: ModelConfig, rotary: PlainRotary) -> None:
@@ -93,7 +92,7 @@ class PlainMlp(nn.Module):
 
 
 class PlainBlock(nn.Module):
-    """One pre-norm layer, [B, S, D] to [B, S, D]."""
+    """Transformer block with pre-normalization, [B, S, D] to [B, S, D]."""
 
     def __init__(self, config: ModelConfig, rotary: PlainRotary) -> None:
         super().__init__()
@@ -108,8 +107,8 @@ class PlainBlock(nn.Module):
 
 
 class PlainLlama(nn.Module):
-    """Maps tokens [B, S] to logits [B, S, V]. Without `embed` or `head`, input or output is hidden
-    states."""
+    """Maps tokens [B, S] to logits [B, S, V]. Without `embed` the input, and without `head` the
+    output, is hidden states [B, S, D]."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -140,33 +139,32 @@ class PlainLlama(nn.Module):
 
         `weights` may include tensors of other pipeline stages.
         """
-        # a tied weight appears once, as embed.weight
+        # a tied weight appears only once, as embed.weight
         for name, parameter in self.named_parameters():
             parameter.copy_(weights[name])
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Returns the mean cross-entropy over the tokens of one microbatch: logits [B, S, V], labels
-    [B, S]."""
+    """Returns the mean cross-entropy over all tokens of logits [B, S, V] and labels [B, S]."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerSettings:
-    """Device and precision of a peer: bf16 autocast of float32 weights, or float32."""
+    """Device and precision (bf16 autocast of float32 weights, or float32) of a peer."""
 
     device: torch.device = torch.device("cpu")
     is_bf16: bool = False
     is_compiled: bool = False
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Returns the context manager of a forward pass."""
+        """Returns the context manager for a forward pass."""
         if self.is_bf16:
             return torch.autocast(self.device.type, torch.bfloat16)
         return nullcontext()
 
     def compile(self, model: PlainLlama) -> None:
-        """Compiles each block if the peer is compiled, as is usual with PyTorch's native stack."""
+        """Compiles each block in place if `is_compiled`."""
         for layer in model.layers.values() if self.is_compiled else ():
             layer.compile()
 
@@ -175,8 +173,8 @@ FLOAT32_CPU = PeerSettings()
 
 
 class PlainStack:
-    """Training in one process. `train_step` takes the global batch, whatever `recipe.parallel`
-    says."""
+    """Training in one process. `train_step` takes the global batch. `recipe.parallel` is
+    ignored."""
 
     def __init__(
         self, recipe: Recipe, weights: Mapping[str, Tensor], settings: PeerSettings = FLOAT32_CPU
@@ -192,7 +190,7 @@ class PlainStack:
         ]
 
     def train_step(self, batch: Batch) -> tuple[float, float]:
-        """Runs one step. Returns the mean loss per token and the gradient norm."""
+        """Runs one step. Returns the mean loss per token and the gradient norm before clipping."""
         self.model.zero_grad()
         device = self.settings.device
         total = torch.zeros((), device=device)
@@ -201,7 +199,7 @@ class PlainStack:
                 loss = token_loss(self.model(inputs), labels) / len(batch.inputs)
             loss.backward()
             total += loss.detach()
-        # An infinite limit measures the norm without clipping.
+        # An infinite limit never clips.
         limit = float("inf") if self.grad_clip is None else self.grad_clip
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), limit)
         for optimizer in self.optimizers:

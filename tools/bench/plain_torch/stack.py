@@ -1,9 +1,8 @@
-"""Training with PyTorch's native stack as its users set it up: the peer of the benchmarks.
+"""Training with PyTorch's native stack as its users set it up: a peer of the benchmarks.
 
 One plain function per axis, in torchtitan's order: split the stages, `parallelize_module` over tp,
 `fully_shard` over data parallelism, then `torch.distributed.pipelining` over pp. The fastest
-settings are used: one gradient reduction and one parameter gather per step, a static learning rate,
-and foreach AdamW.
+settings are used, such as one gradient reduction and one all-gather of parameters per step.
 """
 
 from __future__ import annotations
@@ -42,8 +41,7 @@ from parallel3d.tools.check_layout.plain import adamw
 
 
 def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:
-    """Returns the layers of one pipeline stage on the meta device. The first stages get the
-    remainder."""
+    """Returns one pipeline stage on the meta device. The first stages get the remaining layers."""
     with torch.device("meta"):
         model = PlainLlama(config)
     each, left_over = divmod(config.layers, stages)
@@ -60,11 +58,10 @@ def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:
 
 
 def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> None:
-    """Shards the matrices over `mesh`. Under sequence parallelism hidden states between blocks are
-    [B, S / tp, D].
+    """Shards the matrices over `mesh` with `parallelize_module`.
 
-    Without sequence parallelism the norms stay plain tensors, because DTensor would only slow them
-    down.
+    With `sequence_parallel`, hidden states between blocks are [B, S / tp, D]. Otherwise the weights
+    of norms stay plain tensors, because DTensor would only slow them down.
     """
     between = Shard(1) if sequence_parallel else Replicate()
     norm: dict[str, ParallelStyle] = {"norm": SequenceParallel()} if sequence_parallel else {}
@@ -87,7 +84,7 @@ def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> No
             f"{part}_{name}": style for part in ("attention", "mlp") for name, style in norm.items()
         },
     }
-    # A stage in the middle has no ends, and parallelize_module warns if a name matches nothing.
+    # A middle stage has none of them, and parallelize_module warns if a module is missing.
     ends = {name: style for name, style in ends.items() if getattr(model, name) is not None}
     parallelize_module(model, mesh, ends, src_data_rank=None)
     for layer in model.layers.values():
@@ -95,10 +92,10 @@ def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> No
 
 
 def apply_fsdp(model: PlainLlama, mesh: DeviceMesh, *, is_bf16: bool = False) -> None:
-    """Shards over `mesh` with one group per block.
+    """Applies `fully_shard` to each block and to the model.
 
-    Blocks stay gathered until the backward pass of the last microbatch, which is fastest. `is_bf16`
-    gathers parameters in bf16 and reduces gradients in float32.
+    Parameters stay unsharded until the backward pass of the last microbatch, which is fastest. With
+    `is_bf16`, they are all-gathered in bf16, and gradients are reduced in float32.
     """
     policy = MixedPrecisionPolicy()
     if is_bf16:
@@ -109,11 +106,11 @@ def apply_fsdp(model: PlainLlama, mesh: DeviceMesh, *, is_bf16: bool = False) ->
 
 
 def sync_in_last_backward(model: nn.Module, index: int, is_last: bool) -> None:
-    """Makes a `fully_shard` model reduce gradients and reshard in the last microbatch only.
+    """Makes a `fully_shard` model reduce gradients and reshard only in the last microbatch.
 
-    Called before microbatch `index`.
+    Call it before each microbatch, with its index.
     """
-    # each call traverses the full model
+    # Called only on changes, because each setter traverses the model.
     if isinstance(model, FSDPModule) and (index == 0 or is_last):
         model.set_requires_gradient_sync(is_last)
         model.set_is_last_backward(is_last)
@@ -121,10 +118,9 @@ def sync_in_last_backward(model: nn.Module, index: int, is_last: bool) -> None:
 
 
 class TorchStack:
-    """One rank of PyTorch's native stack. `train_step` takes this data-parallel rank's share of a
-    batch.
+    """Training with PyTorch's native stack on one rank.
 
-    `mesh` has all four axes.
+    `train_step` takes this data-parallel rank's share of a batch. `mesh` has all four axes.
     """
 
     def __init__(
@@ -156,10 +152,10 @@ class TorchStack:
         if parallel.tp > 1:
             apply_tp(self.model, mesh["tp"], parallel.sequence_parallel)
         else:
-            # Compiled blocks fail in the backward pass along tp (torch 2.13): a DTensor gets a
+            # With tp, the backward pass of compiled blocks fails (torch 2.13): a DTensor gets a
             # plain gradient.
             settings.compile(self.model)
-        # Parameters gathered in bf16 need no autocast.
+        # Parameters all-gathered in bf16 need no autocast.
         self.settings = replace(settings, is_bf16=settings.is_bf16 and parallel.dp == 1)
         if parallel.dp > 1:
             apply_fsdp(self.model, mesh["dp_shard"], is_bf16=settings.is_bf16)
@@ -168,8 +164,7 @@ class TorchStack:
             part = PipelineStage(
                 self.model, stage, parallel.pp, settings.device, group=mesh.get_group("pp")
             )
-            # Dividing the loss by the number of microbatches avoids torch's pass over all
-            # gradients.
+            # `_loss` is already scaled, which is faster than scaling all gradients.
             self.schedule = Schedule1F1B(
                 part, self.microbatches, loss_fn=self._loss, scale_grads=False
             )
@@ -179,8 +174,7 @@ class TorchStack:
         return token_loss(logits, labels) / self.microbatches
 
     def train_step(self, batch: Batch) -> tuple[float, float]:
-        """Runs one step. Returns the mean global loss and the global gradient norm on every
-        rank."""
+        """Runs one step. Returns the global loss and the gradient norm before clipping."""
         self.optimizer.zero_grad()
         device = self.settings.device
         inputs = batch.inputs.to(device)
@@ -190,8 +184,8 @@ class TorchStack:
         if self.mesh["dp_shard"].size() > 1:
             dist.all_reduce(loss, group=self.mesh.get_group("dp_shard"))
             loss = loss / self.mesh["dp_shard"].size()
-        # Computed per optimizer group: with tp only the matrices are DTensors, and torch cannot mix
-        # them with plain tensors.
+        # The norm is computed per optimizer group, because torch cannot mix DTensors (with tp, the
+        # matrices) and plain tensors.
         grads = [[p.grad for p in group["params"]] for group in self.optimizer.param_groups]
         squares = [_whole(nn.utils.get_total_norm(group, foreach=True)) ** 2 for group in grads]
         loss_and_square = torch.stack([loss, torch.stack(squares).sum()])
@@ -206,8 +200,7 @@ class TorchStack:
         return loss.item(), norm.item()
 
     def _losses(self, inputs: Tensor, labels: Tensor) -> Iterator[Tensor]:
-        """Runs forward and backward passes and yields the losses of microbatches, if this rank has
-        the head."""
+        """Runs forward and backward passes. Yields the losses if this rank has the head."""
         if self.schedule is not None:
             losses: list[Tensor] = []
             first = (inputs.flatten(0, 1),) if self.model.embed is not None else ()
