@@ -1,2 +1,2 @@
-"""The planner: the memory of a layout, its step time, and the search for the fastest one. It does
-not import torch."""
+"""The planner predicts the memory and step time of layouts and searches for the fastest one. It
+does not import torch."""

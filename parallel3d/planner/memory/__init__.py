@@ -1,1 +1,1 @@
-"""Peak memory of each pipeline rank, by kind."""
+"""Estimates the peak memory of each pipeline rank, by kind."""

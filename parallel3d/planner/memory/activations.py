@@ -7,7 +7,7 @@ n = tp, and r = n with sequence parallelism, else 1:
 
     each of two RMSNorms   input e D, inverse root mean square w, output (input of the next matmul) e D       t / r
                            with separate operators (CPU): input w D, normalized input w D, w, output e D      t / r
-    each of two LayerNorms input e D, mean and inverse deviation 2 w, output e D                              t / r
+    each of two LayerNorms input e D, mean and inverse std 2 w, output e D                                    t / r
     QK norms               input e K and w for each of H + G heads (on CPU 2 w K, w); outputs counted below   t / n
     attention              q e H K, k and v 2 e G K, output (input of the next matmul) e H K                  t / n
                            softmax statistics, unless recomputed (selective): w H                             t / n
@@ -36,8 +36,8 @@ from parallel3d.planner.model.shapes import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class BlockActivations:
-    """One microbatch [batch, seq] of a block on one tp rank. `fused_norm` selects GPU norm
-    kernels."""
+    """Activations of a block for one microbatch [batch, seq] on one tp rank. `fused_norm` is True
+    for the norm kernels of GPUs."""
 
     shape: ModelShape
     batch: int
@@ -50,7 +50,7 @@ class BlockActivations:
     attention: AttentionKernel = AttentionKernel("cpu")
 
     def bytes(self, recompute: BlockRecompute = "none") -> int:
-        """Returns the bytes that one block saves."""
+        """Returns the bytes that the block saves."""
         tokens = self.batch * self.seq
         e = self.item_bytes
         hidden = self.shape.hidden
@@ -70,7 +70,7 @@ class BlockActivations:
         groups = max(self.shape.kv_heads // self.tp, 1)
         head_dim = self.shape.head_dim
         output = e * heads * head_dim
-        norms = 0  # norms of queries and keys
+        norms = 0  # of queries and keys
         if self.shape.qk_norm:
             norms = (heads + groups) * self.norm_bytes(head_dim)
         if recompute == "none" and (kernel.repeats_heads or kernel.kept_bytes):
@@ -84,14 +84,14 @@ class BlockActivations:
 
     @property
     def outside(self) -> int:
-        """Tokens per rank outside attention and MLP."""
+        """Tokens per rank outside attention and MLP, where sequence parallelism shards them."""
         tokens = self.batch * self.seq
         if self.sequence_parallel:
             return tokens // self.tp
         return tokens
 
     def norm_bytes(self, features: int) -> int:
-        """Returns the bytes that a norm saves per vector of `features`, except its output."""
+        """Returns the bytes that a norm over `features` saves per token, except its output."""
         kept = features * self.item_bytes
         wide = max(self.item_bytes, 4)
         if self.shape.layer_norm:

@@ -3,11 +3,11 @@ optimizer step.
 
       static bytes          parameters, optimizer states and full gradients, by strategy (`states`)
     + activations           live microbatches (`live`) x bytes that a stage saves per microbatch
-    + gradients             of the stages that have some
+    + sharded gradients     of the stages that have had a backward pass
     + unsharded parameters  of the stages with live microbatches
     + temporaries           of the first operators of a backward pass (loss or last block) or of the
                             last ones (first block, embedding)
-    + messages              between stages, and copies of gradients that are sent
+    + messages              between stages, and copies of gradients in reduction
 
 The estimate is conservative: temporaries are added to all live activations.
 """
@@ -25,7 +25,7 @@ from parallel3d.schedules.schedule import SENDS_KEPT, Kind
 
 
 class RankEstimate:
-    """Memory of one pipeline rank."""
+    """Estimates the peak memory of one pipeline rank."""
 
     def __init__(self, run: PlannedRun, rank: int) -> None:
         layout = run.layout
@@ -33,7 +33,7 @@ class RankEstimate:
         self.rank = rank
         self.states = states = RankStates(run, rank)
         self.microbatch = microbatch_bytes(run)
-        # unsharded bytes of a block
+        # Bytes of an all-gathered block, or 0 without sharding.
         self.block = states.item * states.block.padded * states.is_sharded
         self._backwards = fullest_backwards(
             layout.schedule,
@@ -48,10 +48,10 @@ class RankEstimate:
             self._each += self._bytes(stage, first)
 
     def _bytes(self, stage: int, first: int) -> tuple[float, ...]:
-        """Returns a stage's bytes in the order of the five numbers of `Backward`.
+        """Returns the bytes that each of the five numbers in a stage's state (`Backward`) counts.
 
-        They are the activations of a microbatch, those left between the halves of a backward pass,
-        unsharded parameters, and gradients before and after the last backward pass.
+        They are a microbatch's activations before its backward pass and between its halves, the
+        unsharded parameters, and the gradients before and after the last backward pass.
         """
         states = self.states
         microbatch = self.microbatch
@@ -59,7 +59,7 @@ class RankEstimate:
         unit = states.units[stage]
         end = states.ends[stage]
         every = self.run.layout.recompute_every
-        again = len(range(-first % every, part.layers, every))  # number of recomputed blocks
+        again = len(range(-first % every, part.layers, every))  # recomputed blocks
         head = microbatch.saved_by_head * part.head
         unsharded = unit.padded * states.is_sharded
         if states.frees_forward:  # Only the parameters for the loss stay unsharded.
@@ -83,9 +83,10 @@ class RankEstimate:
 
     @property
     def least_bytes(self) -> tuple[float, float]:
-        """Returns the bytes of states and of activations when most microbatches are live.
+        """Lower bounds: bytes of states and of activations when most microbatches are live.
 
-        The first depend only on data-parallel sharding, the second only on recompute.
+        In a search over one tp x pp, the first varies with data-parallel sharding, the second
+        with recompute.
         """
         fullest = max(self._backwards, key=lambda each: each.waiting)
         saved, halved, unsharded, *_ = self._by_kind(fullest.before)
@@ -131,9 +132,9 @@ class RankEstimate:
         )
 
     def _temporaries(self, backward: Backward) -> tuple[float, float]:
-        """Returns the temporaries of the first and of the last operators of a backward pass.
+        """Returns the bytes of temporaries in the first and the last operators of a backward pass.
 
-        The first are loss, head and last block. The last are first block and embedding.
+        The first operators are loss, head and last block; the last are first block and embedding.
         """
         states = self.states
         microbatch = self.microbatch
@@ -143,7 +144,7 @@ class RankEstimate:
         end_sent = self._sent(backward, end)
         end_made = states.item * end.numel * states.is_sharded
         if backward.kind is Kind.WEIGHT:
-            made = 0
+            made = 0  # gradients in the compute dtype, which exist all at once
             if states.is_sharded and backward.has_gradients and states.item < states.master:
                 made = states.item * states.units[backward.stage].numel
             return microbatch.embedding, max(made, sent, end_sent)
@@ -155,12 +156,12 @@ class RankEstimate:
         if states.frees_forward:
             freed = 0
             block += 2 * self.block
-        # Sent gradients of the other blocks may replace unreduced ones.
+        # Gradients in reduction add memory, unless unreduced gradients are counted already.
         others = 1 - 1 / max(part.layers, 1)
         if states.is_sharded:
             others = not backward.has_gradients or states.reduces_each
         after_one = block + sent * others - microbatch.kept - freed
-        # The next block is already being gathered.
+        # Parameters of the next block are all-gathered in advance.
         forward = self.block + max(microbatch.saved, self.block)
         first = max(forward, block, after_one) - microbatch.kept
         if part.head:
@@ -173,7 +174,7 @@ class RankEstimate:
         return first, last
 
     def _sent(self, backward: Backward, unit: Unit) -> float:
-        """Bytes of a unit's gradients in a reduction, input and output, or of buckets."""
+        """Returns the bytes of a unit's gradient reduction, or of the buckets if replicated."""
         states = self.states
         if not backward.is_last and not states.reduces_each:
             return 0.0

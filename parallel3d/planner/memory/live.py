@@ -9,8 +9,8 @@ from typing import NamedTuple
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
 from parallel3d.schedules.schedule import Kind
 
-COMPLETE = (0, 0, 0, 0, 1)
-# Change of the first two numbers of a stage (`Backward`) by each action.
+COMPLETE = (0, 0, 0, 0, 1)  # state of a stage after its last backward pass
+# Change of the first two numbers in a stage's state (`Backward`), keyed by the kind of action.
 _CHANGES = {
     Kind.FORWARD: (1, 0),
     Kind.BACKWARD: (-1, 0),
@@ -20,24 +20,24 @@ _CHANGES = {
 
 
 class Backward(NamedTuple):
-    """A backward pass of one of a rank's stages, or half of one, with the live state before and
-    after.
+    """A backward pass, or half of one, in a stage of a rank, and the state of the rank before and
+    after it.
 
-    The state has five numbers for each stage: microbatches before their backward pass, microbatches
-    between the two halves of it, and three flags: the stage has either of these, it has incomplete
-    gradients, it has complete gradients.
+    The state has five numbers per stage: live microbatches before their backward pass, live
+    microbatches between the two halves of it, and three flags: there are live microbatches, the
+    gradients are incomplete, the gradients are complete.
     """
 
     stage: int  # index among the rank's stages
     kind: Kind
-    is_last: bool  # True for the last one of the stage
-    has_gradients: int  # 1 if the stage has gradients before it, else 0
+    is_last: bool  # True for the last pass of the stage that computes weight gradients
+    has_gradients: int  # 1 if an earlier pass left gradients in the stage, else 0
     before: tuple[int, ...]
     after: tuple[int, ...]
 
     @property
     def waiting(self) -> int:
-        """Live microbatches of all stages."""
+        """Number of live (stage, microbatch) pairs before the backward pass."""
         return sum(self.before[0::5]) + sum(self.before[1::5])
 
 
@@ -45,18 +45,18 @@ class Backward(NamedTuple):
 def fullest_backwards(
     name: ScheduleName, pp: int, rank: int, microbatches: int, virtual_stages: int
 ) -> tuple[Backward, ...]:
-    """Returns up to three backward passes of each stage and kind.
+    """Returns the backward passes with the most live microbatches.
 
-    They are the first, the last, and the one between them with most live microbatches.
+    There is one for each stage, kind, `is_last` and `has_gradients`.
     """
     traits = schedule_traits(name)
-    if not traits.holds_whole_batch:  # more microbatches do not increase the peak
+    if not traits.holds_whole_batch:  # More microbatches do not increase the peak.
         microbatches = min(microbatches, 4 * pp + microbatches % pp)
     stages = [(0, 0, 0, 0, 0)] * virtual_stages
     left = [microbatches] * virtual_stages
     fullest: dict[object, Backward] = {}
     for stage_of_model, kind, _ in traits.builder(pp, rank, microbatches, virtual_stages):
-        stage = stage_of_model // pp  # each rank has one of every pp stages
+        stage = stage_of_model // pp  # Each rank has one of every pp stages.
         live, halved, _, gradients, _ = stages[stage]
         before = sum(stages, ())
         more_live, more_halved = _CHANGES[kind]

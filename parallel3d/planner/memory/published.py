@@ -1,7 +1,7 @@
-"""Peak memory of frameworks other than parallel3d, by a simple formula.
+"""Estimates the peak memory of frameworks other than parallel3d with a simple formula.
 
 Activations follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), extended to tiled
-attention, SwiGLU, grouped keys and values, and norms that keep float32 copies. Bytes per block for
+attention, SwiGLU, grouped-query attention, and norms that save float32 copies. Bytes per block for
 the t tokens of a microbatch with 16-bit activations:
 
     outside tp     inputs of 2 norms, 2 linear inputs (q/k/v; gate and up), 2 dropout masks       t h (8 + 2), / tp with
@@ -23,12 +23,12 @@ from parallel3d.schedules.build import live_microbatches
 
 # Fitted on the runs of tools/cases.
 _NORM_COPIES = 4.0  # bytes of float32 copies in norms, per element of [tokens, hidden]
-_ROPE_COPIES = 1.0  # rotated q and k that are saved in addition to the originals
-_STEP_BYTES = 2.0  # temporaries of the optimizer step, per parameter of the shard
+_ROPE_COPIES = 1.0  # copies of q and k that RoPE saves in addition to the originals
+_STEP_BYTES = 2.0  # bytes of temporaries in the optimizer step, per parameter of a shard
 
 
 def published_memory(run: PlannedRun, rank: int) -> RankMemory:
-    """Returns the memory of a pipeline rank of a published framework."""
+    """Estimates the memory of a pipeline rank that runs a framework other than parallel3d."""
     layout = run.layout
     framework = run.framework
     part = run.ranks[rank]
@@ -36,7 +36,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     experts = run.stage_experts(part)
 
     def split(shards: int) -> float:
-        """Returns the parameters per rank with this number of shards."""
+        """Returns the number of parameters per rank if they are split into `shards`."""
         return parameters / shards + experts / layout.expert_shards(shards)
 
     own = split(layout.optimizer_shards)
@@ -49,7 +49,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     if layout.recompute in ("full", "every_n", "op"):
         one_block = _whole_block_bytes(run, is_selective=False) - logits
     # A recomputed block, the logits and the optimizer step's temporaries are never alive together.
-    # During the optimizer step, gather buffers are free but too fragmented to reuse.
+    # During the optimizer step, all-gather buffers are free but too fragmented to reuse.
     step = _STEP_BYTES * own - activations - logits
     temporary = max(one_block, step - buffers, 0.0)
     at_most = max(one_block, step, 0.0)
@@ -72,7 +72,7 @@ def _activations(run: PlannedRun, rank: int) -> float:
     part = run.ranks[rank]
     live = _live_on(run, rank) / run.layout.virtual_stages
     bytes_ = live * part.layers * _kept_bytes(run)
-    if part.embedding:  # token ids of 8 bytes, and a dropout mask
+    if part.embedding:  # int64 token ids, and a dropout mask
         kept = 8.0 * run.tokens
         if run.framework.dropout:
             kept += _outside(run)
@@ -84,16 +84,15 @@ def _activations(run: PlannedRun, rank: int) -> float:
 
 @lru_cache(maxsize=4096)
 def _rank_parameters(shape: ModelShape, part: StageSlice, tp: int, vocabulary_rows: int) -> int:
-    """Counts the parameters of a slice on one device, without experts and with a padded
-    vocabulary."""
+    """Counts the parameters of a slice on a tp rank, without experts. The vocabulary is padded."""
     padded = replace(shape, vocab=vocabulary_rows * tp)
     return rank_numel(padded, (part,), tp, repeats_kv_heads=True)
 
 
 def _live_on(run: PlannedRun, rank: int) -> int:
-    """Returns the number of live microbatches, counted for each of the rank's stages."""
+    """Returns the peak number of live (stage, microbatch) pairs on a rank."""
     layout = run.layout
-    # zb-2p keeps twice as many to remove the bubble (Qi et al. 2023, arXiv 2401.10241, table 1).
+    # zb-2p keeps almost twice as many to remove the bubble (arXiv 2401.10241, table 1).
     zero_bubble = {"zb-1p": layout.pp, "zb-2p": 2 * layout.pp - 1}
     if layout.schedule in zero_bubble:
         return min(zero_bubble[layout.schedule], layout.microbatches)
@@ -107,9 +106,10 @@ def _live_on(run: PlannedRun, rank: int) -> int:
 
 
 def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
-    """Returns the bytes of all-gathered parameters, gradients in reduction and received messages.
+    """Returns the bytes of all-gathered parameters, their gradients, and pipeline messages.
 
-    With per-microbatch gathering this is the current and the next block, plus embedding and head.
+    If each microbatch gathers parameters, only the current and next block, the embedding and the
+    head are unsharded.
     """
     layout = run.layout
     framework = run.framework
@@ -117,11 +117,11 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     if layout.parameter_shards > 1:
         block = run.block_parameters
         ends = parameters - run.stage_parameters(replace(part, embedding=False, head=False))
-        # Without expert sharding no rank gathers the experts of another rank.
+        # Experts are all-gathered only if they are sharded.
         if layout.expert_shards(layout.parameter_shards) > 1:
             block += run.stage_experts(StageSlice(layers=1, embedding=False, head=False))
             parameters += run.stage_experts(part)
-        # Gathered once per step: gradients stay unsharded until the last backward pass.
+        # All-gathered once per step: gradients are unsharded until the last backward pass.
         at_once = float(parameters)
         if run.gathers_each_microbatch:
             at_once = 2 * block + ends
@@ -132,9 +132,9 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
 
 
 def _kept_bytes(run: PlannedRun) -> float:
-    """Returns the activation bytes that one block saves per microbatch, by recompute mode.
+    """Returns the activation bytes that a block saves per microbatch by recompute mode.
 
-    Dense first layers of an MoE model count like the others.
+    Dense first layers of an MoE model are counted like MoE layers.
     """
     layout = run.layout
     shape = run.shape
@@ -158,8 +158,8 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool) -> float:
     shape = run.shape
     layout = run.layout
     framework = run.framework
-    # Input of each norm and its output, the input of a linear layer. RMSNorms from separate
-    # operators keep float32 copies. LayerNorm is one kernel in every framework.
+    # Each norm saves its input, and its output as the input of a linear layer. An RMSNorm of
+    # separate operators also saves float32 copies. LayerNorm is one kernel in all frameworks.
     copies = 0.0 if shape.layer_norm else _NORM_COPIES
     masks = 2.0 if framework.dropout else 0.0
     norms = (8.0 + copies) * shape.block_norms / 2
@@ -180,9 +180,9 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool) -> float:
     if shape.is_gated and not framework.fused_mlp:
         tensors += 1
     inner = tensors * _inner(run)
-    if shape.experts is not None:  # tokens received by the experts, and the same in expert order
+    if shape.experts is not None:  # tokens received by experts, before and after sorting
         inner += 2.0 * run.routed_rows * shape.hidden
-    # A tiled kernel saves one float32 per row, other kernels the scores unless recomputed.
+    # A tiled kernel saves one float32 per query and head, others the scores unless recomputed.
     score = 4.0
     if framework.attention != "flash" and not is_selective:
         score = run.seq_len * (5.0 if framework.dropout else 2.0)
@@ -192,8 +192,8 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool) -> float:
 
 
 def _inner(run: PlannedRun) -> float:
-    """Elements of a feed-forward feature tensor per microbatch and rank. Experts count their routed
-    rows."""
+    """Returns the elements of a hidden tensor in the MLPs of a rank per microbatch. An expert's
+    rows are the tokens routed to it."""
     shape = run.shape
     layout = run.layout
     experts = shape.experts
@@ -205,7 +205,7 @@ def _inner(run: PlannedRun) -> float:
 
 
 def _outside(run: PlannedRun) -> float:
-    """Elements of a [tokens, hidden] tensor on a rank where tp does not shard the features."""
+    """Returns the elements of a [tokens, hidden] tensor on a rank."""
     elements = run.tokens * run.shape.hidden
     if run.layout.sequence_parallel:
         return elements / run.layout.tp

@@ -1,4 +1,4 @@
-"""The record of a pipeline rank's peak memory, by kind."""
+"""Peak memory of a pipeline rank, by kind."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class RankMemory:
     optimizer: float
     activations: float
     logits: float
-    buffers: float  # all-gathered parameters, gradients in reduction (FSDP), received activations
-    temporary: float  # a recomputed block, temporaries of the optimizer step
+    buffers: float  # all-gathered parameters, messages; for other frameworks, their gradients
+    temporary: float  # operators, a recomputed block, or the optimizer step
     fragmentation: float = 0.0  # reserved by the allocator but not allocated
     context: float = 0.0  # CUDA, cuBLAS and NCCL, outside the allocator
-    moment: str = ""  # point of the step with the peak (parallel3d only)
+    moment: str = ""  # phase of the step at the peak (parallel3d only)
 
     @property
     def allocated(self) -> float:
@@ -34,16 +34,16 @@ class RankMemory:
 
     @property
     def total(self) -> float:
-        """Memory in use on the device, as in `nvidia-smi`."""
+        """Memory used on the device, as shown by `nvidia-smi`."""
         return self.allocated + self.fragmentation + self.context
 
     def with_beside_states(self, scale: float) -> RankMemory:
-        """Returns the memory with everything scaled except parameters, gradients and optimizer
+        """Returns a copy with all fields scaled except parameters, gradients and optimizer
         states."""
         return replace(self, **{kind: scale * getattr(self, kind) for kind in _BESIDE_STATES})
 
     def of_kind(self, kind: MemoryKind) -> float:
-        """Returns the bytes of a kind. `reserved` estimates `torch.cuda.max_memory_reserved`."""
+        """Returns the bytes of a kind: "reserved" estimates `torch.cuda.max_memory_reserved`."""
         return {
             "allocated": self.allocated,
             "reserved": self.total - self.context,

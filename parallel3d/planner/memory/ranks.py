@@ -1,4 +1,4 @@
-"""Memory of a planned run's pipeline ranks, and the rank with the highest peak."""
+"""Peak memory of the pipeline ranks of a planned run."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from parallel3d.schedules.registry import SCHEDULES
 
 
 def memory_by_rank(run: PlannedRun) -> list[RankMemory]:
-    """Returns the memory of each pipeline rank. It is the same on all ranks of the other axes."""
+    """Returns the memory of each pipeline rank, which does not depend on the other axes."""
     return [rank_memory(run, rank) for rank in range(run.layout.pp)]
 
 
 def needed_bytes(run: PlannedRun, ranks: Iterable[RankMemory]) -> float:
-    """Returns the highest peak of any rank without memory that the framework's allocator can
-    free."""
+    """Returns the highest peak of `ranks`. Except for parallel3d, it excludes fragmentation, which
+    the allocator can free."""
     freed = 0 if run.framework.is_parallel3d else 1
     return max(memory.total - freed * memory.fragmentation for memory in ranks)
 
 
 def worst_rank(run: PlannedRun, *, enough: float = inf) -> RankMemory:
-    """Returns the memory of the rank with the highest peak, or of the first one above `enough`
-    bytes."""
+    """Returns the memory of the rank with the highest peak, or of the first rank found with more
+    than `enough` bytes."""
     worst = rank_memory(run, 0)
     for rank in _candidates(run):
         if worst.total > enough:
@@ -36,10 +36,10 @@ def worst_rank(run: PlannedRun, *, enough: float = inf) -> RankMemory:
 
 
 def _candidates(run: PlannedRun) -> Iterable[int]:
-    """Returns the ranks that can have a higher peak than the first.
+    """Returns the ranks that can have a higher peak than rank 0.
 
-    If the first ranks hold most microbatches these are the second, the last and the one with most
-    layers. With `every_n` recompute, ranks with equally many layers differ.
+    If the first ranks hold the most microbatches, only the second, the last and the first with the
+    most layers can. With `every_n` recompute, ranks with the same number of layers differ.
     """
     layout = run.layout
     traits = SCHEDULES.get(layout.schedule)
@@ -52,7 +52,7 @@ def _candidates(run: PlannedRun) -> Iterable[int]:
 
 
 def rank_memory(run: PlannedRun, rank: int) -> RankMemory:
-    """Returns the memory of a rank, corrected by the measurements of the cluster."""
+    """Returns the memory of a rank, corrected by runs measured on the cluster (`Scales`)."""
     scale = run.cluster.scales.memory
     if run.runs_parallel3d:
         return RankEstimate(run, rank).peak().with_beside_states(scale)

@@ -1,14 +1,16 @@
 """Bytes of parameters, gradients and optimizer states of a pipeline rank, by strategy.
 
-The rank has P parameters, p = P / s of them on one of s data-parallel shards. An element has e
-bytes in matmuls, m in the optimizer's copy, r in a reduction, and k bytes of optimizer states:
+A tp rank has P parameters, of which each of s data-parallel shards holds p = P / s. A parameter
+takes e bytes in the compute dtype and m in the master dtype, its gradient r bytes in a reduction,
+and its optimizer states k bytes:
 
-                  unsharded, NO_SHARD, SHARD_OPTIMIZER         sharded
+                  replicated (s = 1 with NO_SHARD)             sharded
     parameters    e P, and m P / s if e < m                    m p
-    gradients     m P                                          r P until they are reduced, then m p
+    gradients     m P                                          max(r, m) P until reduced, then m p
     optimizer     k P / s                                      k p
     unsharded     -                                            e P of a stage, or of a few units
 
+If each microbatch reduces gradients, they take m p, and r for one unit, until the last reduction.
 With `parallel.offload`, sharded states are on the CPU.
 """
 
@@ -29,14 +31,14 @@ _BLOCK = StageSlice(layers=1, embedding=False, head=False)
 
 
 class Unit(NamedTuple):
-    """Parameter counts: unsharded, and the sum over padded data-parallel shards."""
+    """Parameters of a block or stage: unsharded, and summed over padded data-parallel shards."""
 
     numel: int
     padded: int
 
 
 class RankStates:
-    """The states of one pipeline rank, and the bytes per element of each."""
+    """Parameters, gradients and optimizer states of one pipeline rank, with their element sizes."""
 
     def __init__(self, run: PlannedRun, rank: int) -> None:
         layout = run.layout
@@ -51,10 +53,10 @@ class RankStates:
             layout.strategy, layout.gather_cadence
         )
         self.reduce = layout.reduce_bytes
-        # Bytes per element of a gradient after the last backward pass of its stage.
+        # Bytes per parameter of sharded gradients after the last backward pass of their stage.
         self.reduced = self.master / self.shards
         if layout.dp > layout.dp_shard and self.reduce != self.master:
-            self.reduced += self.reduce / self.shards  # The sum over replicas is kept, too.
+            self.reduced += self.reduce / self.shards  # The input of the all-reduce is kept, too.
         if run.offloads or not self.is_sharded:
             self.reduced = 0.0
         self.parts = tuple(part for part, _ in run.stages_of(rank))
@@ -63,7 +65,7 @@ class RankStates:
 
     @property
     def static_bytes(self) -> tuple[float, float, float]:
-        """Parameters, gradients and optimizer states that exist throughout a step."""
+        """Bytes of parameters, gradients and optimizer states that exist throughout a step."""
         if self.run.offloads:
             return 0.0, 0.0, 0.0
         numel = sum(unit.numel for unit in self.units)
@@ -76,13 +78,13 @@ class RankStates:
         masters = self.master * shard
         if self.is_sharded:
             return masters, 0.0, states
-        if self.item == self.master:  # matmuls use the master weights
+        if self.item == self.master:  # Matmuls use the master weights.
             masters = 0.0
         return self.item * numel + masters, self.master * numel, states
 
     @property
     def muon_step_bytes(self) -> float:
-        """Temporaries of a Muon step. Other optimizers update one tensor at a time."""
+        """Temporary bytes of a Muon step, or 0. Other optimizers update one tensor at a time."""
         muon = self.run.optimizer.muon
         if muon is None:
             return 0.0
@@ -91,7 +93,7 @@ class RankStates:
 
     @cached_property
     def buckets(self) -> float:
-        """Copies of full gradients in reduction: two buckets per stage."""
+        """Bytes of replicated gradients copied for their reduction: two buckets per stage."""
         is_copied = self.shards > 1 or self.reduce != self.master
         if self.is_sharded or self.layout.dp == 1 or not is_copied:
             return 0.0
@@ -110,7 +112,7 @@ def _units(
     tp: int,
     shards: int,
 ) -> tuple[Unit, list[Unit], list[Unit]]:
-    """Counts a block, each stage, and the embedding or head of each stage."""
+    """Counts the parameters of a block, of each stage, and of each stage's embedding or head."""
 
     def unit(part: StageSlice) -> Unit:
         shard = rank_numel(shape, (part,), tp, shards=shards)

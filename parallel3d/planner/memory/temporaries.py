@@ -1,5 +1,5 @@
-"""Memory of one microbatch on a tp rank: saved activations of block and head, and the temporaries
-of the largest operators."""
+"""Memory of one microbatch on a tp rank: activations that a block and the head save, and
+temporaries of the largest operators."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from parallel3d.training.loss_chunks import tokens_at_a_time
 
 
 class MicrobatchBytes:
-    """Bytes of one microbatch. `chunk` is the number of tokens per chunk of logits, or None for
-    all."""
+    """Bytes of one microbatch. `chunk` is the number of tokens per chunk of logits, or None if the
+    logits are not chunked."""
 
     def __init__(
         self,
@@ -36,14 +36,15 @@ class MicrobatchBytes:
         inputs = shape.feed_forward_inputs
         scores = tokens * block.seq * shape.heads // tp
 
-        # A block saves `saved`, or `kept` if it is recomputed, and passes on `hidden`. Between the
-        # halves of a split backward pass the inputs and output gradients of its matmuls stay alive.
+        # A block saves `saved` bytes, or `kept` if it is recomputed. Its output has `hidden` bytes.
+        # Between the halves of a split backward pass (`halved`), inputs and output gradients of
+        # its matmuls stay alive.
         self.saved = block.bytes()
         self.kept = block.bytes("full" if recompute == "every_n" else recompute)
         self.hidden = item * block.outside * shape.hidden
         self.halved = block.bytes("selective") + 4 * (full - self.hidden) - (inputs - 1) * ffn
-        # Input gradient of a column-parallel matmul. With sequence parallelism it is full until it
-        # is reduce-scattered, and the input is gathered again.
+        # Input gradient of a column-parallel matmul. With sequence parallelism it is full until
+        # its reduce-scatter, and the input is all-gathered again.
         input_gradient = self.hidden
         if block.sequence_parallel and tp > 1:
             input_gradient += 3 * full
@@ -52,7 +53,7 @@ class MicrobatchBytes:
         self.backward = self.hidden + max(
             full + inputs * ffn + down,
             input_gradient + scores * block.attention.forward_bytes - inputs * ffn + up + down,
-            16 * self.hidden * block.dropout,  # drawing a mask takes 24 bytes per element
+            16 * self.hidden * block.dropout,  # temporaries of a dropout mask
         )
         # The last norm and the head save their inputs and the logits.
         rows = vocabulary_rows(shape, tp)
@@ -60,20 +61,20 @@ class MicrobatchBytes:
         table = item * rows * shape.hidden
         self.logits = 0 if chunk else item * logits
         self.saved_by_head = norm + full + self.logits
-        self.embedding = 5 * full + table  # rows are summed in float32
-        # The softmax is in float32. If chunked, so are the logits and the head's gradient.
+        self.embedding = 5 * full + table  # Gradients of table rows are summed in float32.
+        # The softmax is float32. With chunks, so are the logits and the head's weight gradient.
         self.loss = max(4 * logits, input_gradient + table)
         if chunk:
             self.loss = max(full + 6 * logits, input_gradient) + 4 * rows * shape.hidden
 
 
-# Compute capability by the family of a hardware file. Other GPUs count as A100, because all later
-# ones save the same tensors for attention.
+# Compute capability, keyed by the family of a device. Other families use that of the A100, because
+# attention saves the same tensors on later GPUs.
 _CAPABILITIES = {"volta": (7, 0), "hopper": (9, 0)}
 
 
 def microbatch_bytes(run: PlannedRun) -> MicrobatchBytes:
-    """Returns the bytes of a planned run's microbatch. Attention windows count as full
+    """Returns the memory of one microbatch of a planned run. Windowed attention counts as full
     attention."""
     layout = run.layout
     shape = run.shape
