@@ -169,7 +169,7 @@ def _files(tensors: list[ExportedTensor], largest_bytes: int) -> dict[str, list[
 
 
 def _read(checkpoint: Path, manifest: Manifest, tensor: ExportedTensor) -> Tensor:
-    """Reads the values of an exported tensor. Raises CheckpointError if a weight overflows float16."""
+    """Reads an exported tensor. Raises CheckpointError if a weight overflows float16."""
     made = torch.empty_like(tensor.like, device="cpu")
     parts = (made.t() if tensor.source.transposed else made).chunk(len(tensor.source.parameters))
     for name, part in zip(tensor.source.parameters, parts, strict=True):

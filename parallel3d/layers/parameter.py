@@ -233,7 +233,7 @@ class ShardedModule(nn.Module):
 
 
 class _FusedLocal(Function):
-    """Returns the local tensor of a parameter. The backward pass adds to `.grad` of the parameter."""
+    """Local tensor of a parameter. Its gradient is added to `.grad` directly."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
