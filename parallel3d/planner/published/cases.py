@@ -47,7 +47,7 @@ Figure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _WORDS: dict[str, dict[str, str]] = yaml.safe_load(
     Path(__file__).with_name("words.yaml").read_text()
 )
-# Keys of other collections whose text may determine the field.
+# Keys of other collections whose text may give the value of a field.
 _NOTES = {
     "flops": "tflops_definition",
     "memory_kind": "memory_note",
@@ -65,7 +65,7 @@ _RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
 
 class _Model(BaseModel):
     name: str = "unnamed"
-    shape: str | None = None  # name of a known model, whose sizes are the defaults
+    shape: str | None = None  # Name of a known model, whose sizes are the defaults.
     layers: Count | None = None
     hidden: Count | None = None
     heads: Count | None = None
@@ -80,7 +80,7 @@ class _Model(BaseModel):
 
 
 class _Hardware(BaseModel):
-    gpu: str = "a100-80gb"  # name of a hardware file
+    gpu: str = "a100-80gb"  # Name of a hardware file.
     gpus: Count
     gpus_per_node: Count | None = None
     network_gb_per_s: Figure | None = None
@@ -100,7 +100,7 @@ class _Parallel(BaseModel):
     fsdp: bool = False
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
     optimizer_shard: Annotated[int, Field(ge=0)] | None = None
-    sequence_parallel: bool | None = None  # None: True unless the stack is `softmax`
+    sequence_parallel: bool | None = None  # None: True, unless the stack is `softmax`.
 
 
 class _Train(BaseModel):
@@ -109,7 +109,7 @@ class _Train(BaseModel):
     precision: Literal["fp8", "bf16", "bf16_pure", "fp16", "fp32"] = "bf16"
     activation_recompute: Literal["none", "selective", "op", "every_n", "full"] | None = None
     recompute_every: Count = 2
-    attention: Literal["flash", "softmax"] | None = None  # None for the default of the stack
+    attention: Literal["flash", "softmax"] | None = None  # None: the default of the stack.
     dropout: bool | None = None
     gradient_bytes: Figure | None = None
     compile: bool = False
@@ -155,9 +155,9 @@ class PublishedCase:
     stack: str
     run: PlannedRun
     measured: Measurement
-    speed: tuple[str, float] | None  # name and value of the speed to compare
+    speed: tuple[str, float] | None  # Name and value of the speed to compare.
     tags: tuple[str, ...]
-    apart: str  # reason to exclude it from the totals, or ""
+    apart: str  # Reason why the case is excluded from the totals, or "".
     filled: tuple[str, ...]
 
 

@@ -25,7 +25,7 @@ _EACH = [0.15, 0.3, 0.5]
 _ALIKE, _MEMORY = [0.2], [0.15]
 _RUN = 0.1
 _ROUNDS = 4
-_STEP = 0.02  # step for the numerical derivative
+_STEP = 0.02  # Step of the numerical derivative.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Predictions for published runs, and their errors."""
+"""Scores predictions for published runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from parallel3d.planner.model.uncertainty import FIGURES, ErrorModel, Figure
 from parallel3d.planner.published.cases import CaseFile, PublishedCase
 from parallel3d.planner.time.step import step_cost
 
-_PRIOR_SOURCES = 10  # weight of the prior, which is a quality of 1, in sources
+_PRIOR_SOURCES = 10  # Weight of the prior, a quality of 1, as a number of sources.
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,14 @@ class ScoredCase:
 
     id: str
     source: str
-    stack: str  # stack used for the prediction
+    stack: str  # Stack that the prediction used.
     predicted: Prediction
-    measured: Mapping[str, Any]  # as the source states it
+    measured: Mapping[str, Any]  # Measured values, as the source states them.
     error_pct: float | None
-    errors_pct: dict[str, float]  # keyed by "throughput" and "memory"
-    spread: ErrorModel | None  # range of the prediction, or None
-    apart: str  # reason to exclude it from the totals, or ""
-    filled: tuple[str, ...]  # fields that the source omits, with the origin of the value
+    errors_pct: dict[str, float]  # Errors in percent, keyed by "throughput" and "memory".
+    spread: ErrorModel | None  # Error model that gives the range of the prediction, or None.
+    apart: str  # Reason why the case is excluded from the totals, or "".
+    filled: tuple[str, ...]  # Fields that the source omits, with the origin of each value.
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,15 @@ class Errors:
     cases: int
     median: float | None = None
     p90: float | None = None
-    bias: float | None = None  # positive if predictions are higher than measurements
+    # Median signed error. Positive if predictions are higher than measurements.
+    bias: float | None = None
     # Percentage of runs within the range of their prediction.
     covered: float | None = None
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Correct predictions of fit or out of memory, in percent."""
+    """Share of runs, in percent, for which "fits" or "out of memory" was predicted correctly."""
 
     cases: int
     accuracy: float | None = None
@@ -80,7 +81,8 @@ class Score:
     layers."""
 
     cases: tuple[ScoredCase, ...]
-    skipped: tuple[tuple[str, str], ...]  # (id, reason) of cases that could not be read
+    # (id, reason) of each case that could not be read or predicted.
+    skipped: tuple[tuple[str, str], ...]
     median_abs_error_pct: float | None
     worst_abs_error_pct: float | None
     throughput: Errors

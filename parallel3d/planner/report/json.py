@@ -23,7 +23,7 @@ _ASKED = (
     "memory_fraction",
     "risk",
     "schedules",
-)  # keys with the same name in a request and its JSON
+)  # Keys that have the same name in a request and in its JSON.
 _SPEEDS = (
     "step_time_s",
     "tokens_per_s_per_gpu",
@@ -161,8 +161,9 @@ def request_tree(request: PlanRequest) -> dict[str, Any]:
 
 
 def strategy_tree(found: Strategy, tokens: float | None = None) -> dict[str, Any]:
-    """Returns a strategy as a JSON tree. `ranges` has those of memory, speed and, if `tokens` is
-    given, run length."""
+    """Returns a strategy as a JSON tree. `ranges` has the ranges of memory and speed, and that of
+    the run length if `tokens` is given.
+    """
     request = found.request
     memory = found.memory
     cost = found.cost

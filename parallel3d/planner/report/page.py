@@ -28,10 +28,10 @@ from parallel3d.planner.time.step import TimeParts
 WIDTH = 80
 MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name not in ("rank", "moment"))
 TIME_KINDS = tuple(f.name for f in fields(TimeParts))
-_BAR = 8  # characters
+_BAR = 8  # Width of a memory bar in characters.
 _MOST_LINES = 22
 _MOST_REJECTED = 3
-_MOST_SHOWN = 4  # the winner and three rivals
+_MOST_SHOWN = 4  # Maximum number of layouts to show: the winner and three others.
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -42,16 +42,16 @@ class Plan:
     result: PlanResult
     objective: Objective
     seconds: float
-    top: int | None  # rows of the table
+    top: int | None  # Number of rows in the table. None: the default.
     tokens: float | None
     # The layout of --why, and its result or the rule it breaks.
     why: tuple[str, PlanResult | str] | None
     remedies: tuple[str, ...]
     # Alternatives that gain more than 5%, keyed by the field of the request that they change.
     neighbours: Mapping[str, Neighbour | None]
-    accuracy: dict[str, Any]  # content of accuracy.json, errors in percent
-    notes: tuple[str, ...]  # notes on the model file
-    commands: tuple[str, ...] = ()  # commands to run next
+    accuracy: dict[str, Any]  # Content of accuracy.json. Errors are in percent.
+    notes: tuple[str, ...]  # Notes on the model file.
+    commands: tuple[str, ...] = ()  # Commands to run next.
     # Layouts of --verify, with bytes per device in the dry run.
     verified: tuple[tuple[Strategy, float], ...] = ()
 
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def least_days(self) -> float | None:
-        """Lower bound on the days for the tokens, with matmuls only."""
+        """Lower bound on the days to train on the tokens, if only matmuls took time."""
         if self.tokens is None:
             return None
         q = self.request
@@ -102,7 +102,7 @@ def page(plan: Plan) -> str:
 
 
 def labelled(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Formats rows of label and text."""
+    """Yields the lines of (label, text) rows, wrapped to the width of the page."""
     for label, text in rows:
         yield from wrapped(label, text)
 
@@ -242,7 +242,7 @@ def _between(found: Strategy, figure: Figure, value: float, unit: str) -> str:
 
 
 def reasons(best: Strategy) -> Iterator[str]:
-    """Yields the reasons for no tp and pp, and for recompute."""
+    """Yields the reasons why the layout has no tp or pp, and why it recomputes."""
     parallel = best.parallel
     if parallel.tp == parallel.pp == 1:
         yield f"the model fits at {gib(best.memory.total)} GiB per device without tp or pp"

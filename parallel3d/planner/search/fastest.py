@@ -1,8 +1,8 @@
-"""The best layouts for a model on a cluster: the fastest, or those with the lowest memory.
+"""Finds the best layouts for a model on a cluster: the fastest, or those with the lowest memory.
 
-The search covers the entire space of `ParallelConfig` (`space`), each tp x pp in the order of
-predicted step time (`tp_pp_search`). A closed form gives step times first. The schedules of the
-finalists are simulated.
+The search is exhaustive over the space defined in `space`. It searches each tp x pp in the order of
+predicted step time (`tp_pp_search`). Step times come from a closed form first. Then the schedules
+of the best candidates are simulated.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def search(
 
 
 def fastest_by_closed_form(request: PlanRequest, *, within_s: float) -> Candidate | None:
-    """Returns the fastest layout that fits by the closed form, or None if it takes longer than
-    `within_s`.
+    """Returns the fastest layout that fits, with step times from the closed form, or None if every
+    layout takes longer than `within_s`.
 
     It is much faster than `search`.
     """
@@ -88,7 +88,7 @@ def fastest_by_closed_form(request: PlanRequest, *, within_s: float) -> Candidat
 
 
 def one_that_fits(request: PlanRequest) -> Strategy | None:
-    """Returns any layout that fits, or None. It is much faster than a search for the best."""
+    """Returns some layout that fits, or None. It is much faster than `search`."""
     for each in _searches(request):
         found = each.lowest_memory(within=request.usable_bytes, is_any=True)
         if found:
@@ -105,10 +105,10 @@ def best_or_rule(request: PlanRequest) -> PlanResult | str:
 
 
 def sweep(request: PlanRequest, sizes: Iterable[int]) -> dict[int, Strategy | str]:
-    """Finds the best layout for each number of devices, smallest first, or the reason why none
-    fits.
+    """Returns the best layout for each number of devices, in ascending order, or the reason why
+    there is none.
 
-    Raises ConfigError if the request allows no layout at any size, whatever the memory.
+    Raises ConfigError if no layout satisfies the request at any size, regardless of memory.
     """
     found: dict[int, Strategy | str] = {}
     rules = []
@@ -146,11 +146,10 @@ def _no_layout(request: PlanRequest) -> str:
 def _best_by_closed_form(
     request: PlanRequest, searches: list[TpPpSearch], top: int
 ) -> tuple[list[Candidate], list[TpPpSearch]]:
-    """Returns the best layouts by the closed form, and the searches of each tp x pp that does not
-    fit.
+    """Returns the candidates for simulation, and the searches of each tp x pp that does not fit.
 
-    For each tp x pp that is among the fastest or tied with them, these are its fastest and its
-    preferred layout.
+    A tp x pp that is among the `top` fastest, or tied with the fastest, contributes its fastest and
+    its preferred layout.
     """
     best: list[Candidate] = []
     without = []
@@ -179,7 +178,7 @@ def _best_by_closed_form(
 def _simulate(request: PlanRequest, candidates: list[Candidate]) -> list[Strategy]:
     """Simulates the schedules of candidates and returns the best of each tp x pp, best first.
 
-    If there is only one tp x pp, it returns the best for each combination of dp_shard, microbatch
+    If all have the same tp and pp, it returns the best for each combination of dp_shard, microbatch
     size and recompute.
     """
     exact: dict[Candidate, Strategy] = {}

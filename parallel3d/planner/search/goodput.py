@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class Goodput(NamedTuple):
-    """Goodput with the job's mean time between failures and the checkpoint interval."""
+    """Goodput of a job, its mean time between failures, and its checkpoint interval."""
 
     share: float
     mtbf_s: float
@@ -22,7 +22,9 @@ class Failures(NamedTuple):
     """Failure rate of a device, and durations of checkpoints and restarts. An interval of None is
     optimized."""
 
-    mtbf_hours: float = 50_000.0  # H100 (Llama 3, arXiv 2407.21783, section 3.3.4)
+    # Mean time between failures of one device. The default is that of H100s (Llama 3, arXiv
+    # 2407.21783, section 3.3.4).
+    mtbf_hours: float = 50_000.0
     checkpoint_s: float = 30.0
     restart_s: float = 300.0
     interval_s: float | None = None

@@ -13,7 +13,7 @@ from parallel3d.planner.search.fastest import fastest_by_closed_form
 from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.search.ties import TIE
 
-_MOST = 2  # number of sizes and of batches to try
+_MOST = 2  # Maximum number of alternative cluster sizes, and of batch sizes.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ def find_neighbours(request: PlanRequest, step_s: float) -> dict[str, Neighbour 
     `step_s` is the step time of the request's fastest layout by the closed form.
     """
     node = request.cluster.gpus_per_node
-    sequence_s = step_s * request.gpus / request.global_batch_size  # device-seconds per sequence
+    sequence_s = step_s * request.gpus / request.global_batch_size  # Device-seconds per sequence.
     # The unit is a power of two: a rack of 72 is used in groups of 8.
     sizes = _near_numbers(request.gpus, node & -node)
     batches = _near_numbers(request.global_batch_size, request.gpus)
@@ -60,7 +60,7 @@ def _near_numbers(number: int, unit: int) -> list[int]:
 
 
 def _first_gain(requests: list[PlanRequest], sequence_s: float) -> Neighbour | None:
-    """Returns the first request with a gain, or None."""
+    """Returns the first request whose fastest layout gains more than 5%, or None."""
     for other in requests:
         as_slow_s = sequence_s * other.global_batch_size / other.gpus
         best = fastest_by_closed_form(other, within_s=as_slow_s / (1 + TIE))

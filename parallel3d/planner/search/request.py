@@ -1,4 +1,4 @@
-"""The planner's input and output."""
+"""Input and output of the planner."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Fixed:
     schedule: ScheduleName | None = None
     microbatch_size: int | None = None
     recompute: Recompute | None = None
-    recompute_every: int | None = None  # with every_n, one of N blocks is recomputed
+    recompute_every: int | None = None  # With every_n, one block in this many is recomputed.
     sequence_parallel: bool | None = None
     sharding: ShardingName | None = None
     gather: Cadence | None = None
@@ -56,8 +56,8 @@ class PlanRequest:
     """Model, training options and devices to plan for.
 
     `memory_fraction` is the largest fraction of device memory that a layout may be predicted to
-    use. If the user gives a `risk` of not fitting, it follows from the risk. `recorded` has the
-    errors on published runs (accuracy.json), which decide ties.
+    use. If the user gives a `risk` of running out of memory, the fraction follows from it.
+    `recorded` has the errors on published runs (accuracy.json), which decide ties.
     """
 
     shape: ModelShape
@@ -73,7 +73,7 @@ class PlanRequest:
     memory_fraction: float = 0.95
     risk: float | None = None
     failures: Failures | None = None
-    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # schedules to compare
+    schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # Schedules to compare.
     recorded: Mapping[str, Any] = field(default_factory=lambda: {"runs_by_hardware": {}})
 
     @property
@@ -157,7 +157,7 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """The layout with the lowest memory of a tp x pp that does not fit."""
+    """A tp x pp that does not fit, with its layout of lowest memory."""
 
     parallel: ParallelConfig
     reason: str

@@ -19,7 +19,7 @@ from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
 from parallel3d.planner.search.space import MOST_MICROBATCH
 from parallel3d.shard_sizes import divisors
 
-_LONGEST = 2**24  # tokens
+_LONGEST = 2**24  # Longest sequence that is tried, in tokens.
 
 
 def smallest_cluster(request: PlanRequest) -> Strategy | None:

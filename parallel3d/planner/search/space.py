@@ -30,14 +30,16 @@ from parallel3d.planner.search.request import PlanRequest
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.shard_sizes import divisors
 
-MOST_MICROBATCH = 64  # largest microbatch in sequences
-_MOST_VIRTUAL = 12  # virtual stages to try at most if not fixed; no published run has more
-_SHORTEST_PART = 4096  # smallest number of tokens per cp rank, unless cp is fixed
-_EVERY = (8, 4, 3, 2)  # blocks per recomputed block, from the fastest to the lowest memory
+MOST_MICROBATCH = 64  # Largest microbatch to try, in sequences.
+# Maximum number of virtual stages to try, unless they are fixed. No published run has more.
+_MOST_VIRTUAL = 12
+_SHORTEST_PART = 4096  # Minimum number of tokens per cp rank, unless cp is fixed.
+# Values of `recompute_every` to try, from the fastest to the one with the lowest memory.
+_EVERY = (8, 4, 3, 2)
 
 
 class RecomputeChoice(NamedTuple):
-    """The two recipe keys of recompute."""
+    """Values of the recipe keys `recompute` and `recompute_every`."""
 
     recompute: Recompute
     recompute_every: int | None = None

@@ -12,7 +12,7 @@ from parallel3d.planner.search.tp_pp_search import Candidate
 # At least a quarter of the pairs of published layouts within 5% of each other are predicted in the
 # wrong order (docs/explanation/planner.md).
 TIE = 0.05
-_WIDER = 1.25  # ranges this much wider than the narrowest count as wider
+_WIDER = 1.25  # Ratio to the narrowest range of errors from which a range counts as wider.
 
 
 def slowest_tied_s(fastest_s: float) -> float:
@@ -21,11 +21,12 @@ def slowest_tied_s(fastest_s: float) -> float:
 
 
 def put_in_order(request: PlanRequest, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Returns candidates by time, with those tied with the fastest by preference.
+    """Sorts candidates by predicted step time, except that those tied with the fastest are sorted
+    by preference.
 
-    The preferences are: narrow range, few axes that divide the model (full recompute counts as
-    one), no hybrid sharding, tp within a node, no recompute, few stages, sharding within a node,
-    time.
+    The preferences, most important first: a narrow range of errors, few axes that divide the model
+    (full recompute counts as one), no hybrid sharding, tp within a node, no recompute, few stages,
+    sharding within a node, a short time.
     """
     by_time = sorted(candidates, key=lambda each: each.step_time_s)
     if not by_time:

@@ -1,4 +1,4 @@
-"""The search within one tp x pp: its layouts in the order of step time.
+"""Searches the layouts of one tp x pp in the order of step time.
 
 Time has cheap lower bounds, memory does not, so memory is computed only for layouts at the top of a
 heap. The heap is ordered by lower bounds of time: of families with the same microbatch, then of one
@@ -56,7 +56,8 @@ class _Family:
     parallel: ParallelConfig
     known: CostCache
     first: set[RecomputeChoice] = field(default_factory=set)
-    activations: dict[RecomputeChoice, float] = field(default_factory=dict)  # lower bounds in bytes
+    # Lower bounds of the activation memory in bytes.
+    activations: dict[RecomputeChoice, float] = field(default_factory=dict)
     # Memory of its layouts, keyed by data-parallel layout and recompute.
     bytes: dict[tuple[object, RecomputeChoice], float] = field(default_factory=dict)
 
@@ -65,15 +66,15 @@ class _Waiting(NamedTuple):
     """An entry of the heap: families with equal microbatch time, one family with a `recompute`, or
     a layout."""
 
-    least_s: float  # lower bound of the step time
-    order: int  # first in, first out between equal bounds
+    least_s: float  # Lower bound of the step time.
+    order: int  # Breaks ties between equal bounds: first in, first out.
     families: list[_Family]
     layout: ParallelConfig | None = None
     recompute: RecomputeChoice | None = None
 
 
 class TpPpSearch:
-    """The search within a tp x pp.
+    """Search within one tp x pp.
 
     `checked` counts the layouts with computed memory. `is_cut_short` is True if a search skipped
     layouts that take too long.
@@ -213,7 +214,7 @@ class TpPpSearch:
             if bound > most:
                 break
             ways: Iterable[ParallelConfig] = self._ways(family)
-            if not is_any:  # start with low bounds to exclude the others early
+            if not is_any:  # Start with low bounds, so that the others are excluded early.
                 ways = sorted(ways, key=lambda way: self._lower_bound(family, way, kind))
             for way in ways:
                 if self._lower_bound(family, way, kind) > most:

@@ -15,8 +15,8 @@ from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_
 # additions.
 _NORM_FORWARD, _NORM_BACKWARD = 8.0, 16.0  # for both norms
 _OUTSIDE_FORWARD, _OUTSIDE_BACKWARD = 12.0, 16.0  # for both additions
-_ROPE = 8.0  # per element of q and k, each direction
-_GELU_FORWARD, _GELU_BACKWARD = 4.0, 6.0  # per element of [tokens, ffn]
+_ROPE = 8.0  # Bytes per element of q and k, in each direction.
+_GELU_FORWARD, _GELU_BACKWARD = 4.0, 6.0  # Bytes per element of [tokens, ffn].
 _SWIGLU_FORWARD = 6.0
 _SWIGLU_BACKWARD = 10.0
 # Bytes per element of [heads, seq, seq] of unfused attention: write scores, read and write softmax,
@@ -32,10 +32,11 @@ _BATCHED, _BATCHED_UNALIGNED = 0.5, 0.25
 # Exposed fraction of the time to accumulate a weight gradient. This and the two speeds above are
 # fitted on the runs of tools/cases.
 _ACCUMULATE = 0.4
-_LAUNCHES = 60  # kernels in one block's forward pass
-_EXPERT_LAUNCHES = 60  # additional kernels of an MoE layer: router, permutation, all-to-all
-_LOSS_PASSES = 10.0  # bytes read and written per logit, forward and backward pass
-# Each expert's rows start a new tile in a grouped matmul.
+_LAUNCHES = 60  # Number of kernels in the forward pass of a block.
+# Number of additional kernels in an MoE layer: router, permutation, all-to-all.
+_EXPERT_LAUNCHES = 60
+_LOSS_PASSES = 10.0  # Bytes read and written per logit, in the forward and backward pass together.
+# Rows per tile of a grouped matmul. The rows of each expert start a new tile.
 _TILE_ROWS = 128
 
 
@@ -45,8 +46,8 @@ class BlockTimes:
 
     forward_s: float
     backward_s: float
-    again_s: float  # recomputed part of the forward pass
-    weight_s: float  # part of `backward_s` for weight gradients
+    again_s: float  # Time of the recomputed part of the forward pass.
+    weight_s: float  # Part of `backward_s` that computes weight gradients.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +79,8 @@ class MicrobatchTimes:
     """Seconds of one microbatch: a block, and (forward, backward) of head and embedding."""
 
     block: TimeParts
-    forward_s: float  # forward pass of the block
-    weight_s: float  # part of the backward pass for weight gradients
+    forward_s: float  # Forward pass of the block.
+    weight_s: float  # Part of the backward pass of the block that computes weight gradients.
     head_s: tuple[float, float]
     embedding_s: tuple[float, float]
 
@@ -168,7 +169,7 @@ def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
 
     Dense layers of an MoE model count like MoE layers, which have as many FLOPs by design.
     """
-    # `products_back_s` is for input gradients, `weight_s` for weight gradients.
+    # `products_back_s` is the time of input gradients, `weight_s` that of weight gradients.
     products_s = products_back_s = weight_s = 0.0
     for product in products(run):
         products_s += product.forward_s(kernels)
@@ -287,7 +288,7 @@ def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     weight = matmul_s(kernels, vocab, h, t)
     weight += _accumulate_s(run, kernels, vocab * h)
     back = matmul_s(kernels, t, h, vocab)
-    loss = 0.0  # A calibrated host has measured the loss separately.
+    loss = 0.0  # On a calibrated host, the loss is measured separately.
     if kernels.process is None:
         loss = t * run.rank_vocab * _LOSS_PASSES / 2 / kernels.memory_rate
     return product + loss, back + weight + loss

@@ -16,7 +16,7 @@ from parallel3d.planner.time.block import (
 from parallel3d.planner.time.collectives import hidden_bytes, send_s, tp_exchange_s
 from parallel3d.planner.time.roofline import Kernels
 
-_FORWARD = 0.4  # fraction of a block's dispatch time in the forward pass
+_FORWARD = 0.4  # Fraction of a block's dispatch time that belongs to the forward pass.
 
 
 class CalibratedHost:
@@ -59,7 +59,7 @@ class CalibratedHost:
         kernels = Kernels(device=run.cluster.device, precision=run.precision, process=process)
         block = block_times(run, kernels)
         tp_forward, tp_backward = self._tp_s()
-        # Recompute repeats the dispatch, too. Its measured cost includes that.
+        # Recompute repeats the dispatch, too. The measured cost of recompute includes this.
         share = 1 / run.layout.recompute_every
         if recompute == "every_n":
             recompute = "full"

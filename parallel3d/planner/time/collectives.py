@@ -17,7 +17,8 @@ from parallel3d.planner.model.shapes import StageSlice
 # A ring over this many nodes has half the bandwidth between neighbours, because of stragglers
 # and congestion in the upper network tiers. Fitted on the runs of tools/cases with 1 to 2,048 GPUs.
 _HALF_SPEED_NODES = 256
-_HIDDEN = 0.5  # overlapped fraction of a once-per-step reduction or gather, fitted on the same runs
+# Overlapped fraction of a reduction or all-gather that runs once per step. Fitted on the same runs.
+_HIDDEN = 0.5
 
 
 def ring_bandwidth(cluster: Cluster, group: Group) -> float:
@@ -83,7 +84,7 @@ def experts_exchange_s(run: PlannedRun) -> float:
     within_s = bytes_ * copies_within / cluster.node.sustained + cluster.node.latency_s
     if group.nodes == 1:
         return within_s
-    away = 1 - 1 / group.nodes  # fraction of evenly distributed traffic that leaves the node
+    away = 1 - 1 / group.nodes  # Fraction of evenly distributed traffic that leaves the node.
     copies = experts.per_token
     if experts.most_groups is not None:  # A token is sent to each node once.
         copies = min(copies, experts.most_groups, group.nodes)
@@ -127,8 +128,8 @@ def sharded_s(
 ) -> float:
     """Returns the exposed data-parallel seconds per step with sharded parameters (FSDP, ZeRO-3).
 
-    While a block computes, the next block is gathered and the gradients of the last one are
-    reduced. The first gather and the last reduction are never overlapped.
+    While a block computes, the next block is all-gathered, and the gradients of the previous one
+    are reduced. The first all-gather and the last reduction are never overlapped.
 
     Args:
         run: Run with sharded parameters.

@@ -1,4 +1,6 @@
-"""Pipeline time: the simulated schedule, and closed forms to rank candidates."""
+"""Computes the time of a pipeline, by simulating its schedule or by a closed form that ranks
+candidates.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from parallel3d.timeline.simulate import (
     action_starts,
 )
 
-_WINDOW = 4  # a schedule repeats itself after this many microbatches per pipeline rank
+_WINDOW = 4  # A schedule repeats itself after this many microbatches per pipeline rank.
 
 
 def pipeline_s(
@@ -77,7 +79,8 @@ def closed_form_s(
     virtual_stages = len(times) // pp
     stages_s = [stage.forward + stage.backward for stage in times]
     work = sum(stages_s)
-    if schedule_traits(name).ramp_bubble:  # Stages are assigned to ranks in turn.
+    # In these schedules, stages are assigned to ranks in turn.
+    if schedule_traits(name).ramp_bubble:
         slowest = max(sum(stages_s[rank::pp]) for rank in range(pp))
         bubble = (work - slowest) / virtual_stages
     else:

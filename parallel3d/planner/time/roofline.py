@@ -17,9 +17,11 @@ Measured = TypeVar("Measured")
 # Exposed fraction of a last, partly filled wave of tiles. Split-k and the next kernel's prologue
 # hide the rest.
 _TAIL = 0.5
-# Inner loop length of a tile that takes as long as its prologue and epilogue.
+# Inner loop length at which a tile takes as long as its prologue and epilogue.
 _DEPTH = 128
-_FLOAT8 = 0.9  # casts, transposes and amax around each matmul, and the power limit
+# Fraction of the FP8 peak that remains after casts, transposes and amax around each matmul, and
+# after the power limit.
+_FLOAT8 = 0.9
 # Fraction of the device's attention rate, which is for the best kernel on long sequences. The
 # second factor applies to Hopper, whose rate is of FlashAttention-3 (arXiv 2407.08608). Both are
 # fitted on the runs of tools/cases.
@@ -35,7 +37,7 @@ class Kernels:
 
     device: Device
     precision: str
-    process: OneProcess | None = None  # measured curves of a calibrated host
+    process: OneProcess | None = None  # Measured curves of a calibrated host. None: assumptions.
 
     @property
     def half(self) -> str:

@@ -1,4 +1,4 @@
-"""The time of a training step, by cause."""
+"""Estimates the time of a training step, by cause."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ class Cost:
     parts: TimeParts
     step_time_s: float
     tokens_per_s_per_gpu: float
-    model_flops_per_gpu: float  # per second
-    mfu: float  # model FLOPs (`parameters.model_flops_per_token`) over the device's dense peak
+    model_flops_per_gpu: float  # Model FLOPs per second and device.
+    # Model FLOP/s (`parameters.model_flops_per_token`) divided by the device's dense peak.
+    mfu: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +58,9 @@ class _Pipeline:
     """Seconds of a step's microbatches without data parallelism."""
 
     micro: MicrobatchTimes
-    rank_s: list[float]  # work of each rank per microbatch
-    send_s: float  # transfer of an activation to the next stage
-    blocked_s: float  # overhead of a stage's action
+    rank_s: list[float]  # Seconds of each rank per microbatch.
+    send_s: float  # Seconds to send an activation to the next stage.
+    blocked_s: float  # Overhead of one action of a stage, in seconds.
     seconds: float
 
 
@@ -102,7 +103,7 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     if run.offloads:
         crossing_s, optimizer_s = _offload_s(run, part)
         data_s += crossing_s
-    each = work / rank_s[busiest]  # microbatches, scaled by the slowdown of the host
+    each = work / rank_s[busiest]  # Number of microbatches, scaled by the slowdown of the host.
     p2p = 2 * each * layout.virtual_stages * pipeline.blocked_s
     travel = min(pipeline.seconds - work, 2 * (layout.stages - 1) * pipeline.send_s)
     blocks = pipeline.micro.block.scaled(part.layers * each)
@@ -238,7 +239,7 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     if experts is not None:
         if not experts.shared_hidden:
             tp *= 0.5
-        if layout.expert_tp > 1:  # a shard of an expert needs the rows of all its neighbours
+        if layout.expert_tp > 1:  # A shard of an expert needs the rows of all tp neighbors.
             rows = run.routed_rows * run.shape.hidden * run.item_bytes
             neighbours = run.group(layout.expert_tp, 1)
             within = 2 * all_gather_s(run.cluster, neighbours, rows)
@@ -269,7 +270,8 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
 
 
 def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> list[StageTimes]:
-    made: dict[StageSlice, StageTimes] = {}  # stages in the middle are equal
+    # Stages in the middle are equal, so compute each kind once.
+    made: dict[StageSlice, StageTimes] = {}
     for stage in {*run.stages}:
         forward = stage.layers * micro.forward_s + action_s
         backward = stage.layers * micro.backward_s + action_s
@@ -311,7 +313,7 @@ def _offload_s(run: PlannedRun, part: StageSlice) -> tuple[float, float]:
     Both rates are assumptions, and nothing is overlapped with compute.
     """
     shard = run.stage_parameters(part) / run.layout.parameter_shards
-    crossings = 2  # one gather, and the gradients
+    crossings = 2  # One all-gather of parameters, and the gradients.
     if run.gathers_each_microbatch:
         crossings = 1 + 2 * run.layout.microbatches
     crossing_s = crossings * shard * master_bytes(run.precision) / HOST_LINK
