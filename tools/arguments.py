@@ -13,11 +13,11 @@ from typing import Any, NoReturn
 
 from parallel3d.errors import ConfigError
 
-# hardware files shipped with the project
+# Hardware files that are shipped with the project.
 HARDWARE = Path(__file__).parent / "hardware"
 
 VERBOSE = ("-v", "--verbose")
-_MOST_SIZES = 32  # maximum number of sizes in a range
+_MOST_SIZES = 32  # Maximum number of sizes in a range.
 _MISSING = "the following arguments are required: "
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _SHARES = {"": 1.0, "%": 0.01}
@@ -192,7 +192,7 @@ _BY_NAME: tuple[Callable[[str], Any], ...] = (
     *(new_path, int, whole, sizes, tokens, memory_bytes, bytes_per_s),
     *(dollars, fraction, share, chance),
 )
-PARSERS: dict[str, Callable[[str], Any]] = {  # by the names that commands.toml uses
+PARSERS: dict[str, Callable[[str], Any]] = {  # Parsers, keyed by the names that commands.toml uses.
     **{parser.__name__: parser for parser in _BY_NAME},
     **{"path": Path, "time": amount("a time"), "days": amount("days", zero=False)},
     **{"hours": amount("hours", zero=False), "seconds": amount("seconds", zero=False)},

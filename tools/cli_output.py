@@ -16,9 +16,9 @@ from parallel3d.errors import ConfigError, Parallel3dError, SaveError, printable
 from parallel3d.launch.failure import print_error, writing_output
 from parallel3d.tools.arguments import VERBOSE
 
-NOTHING_FITS = 3  # exit status if no layout fits
+NOTHING_FITS = 3  # Exit status if no layout fits.
 _INTERRUPTED = 130
-_SIGPIPE = 141  # exit status in a shell if the reader of the output has exited
+_SIGPIPE = 141  # Exit status that a shell gives if the reader of the output has exited.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ def exit_status(arguments: Sequence[str] | None, run: Callable[[list[str]], int]
             return run(words)
     except Parallel3dError as error:
         if isinstance(error, SaveError) and isinstance(error.__cause__, BrokenPipeError):
-            return _SIGPIPE  # silent, as is usual before `| head`
+            return _SIGPIPE  # Silent, as is usual with `| head`.
         print_error(str(error))
         if {*VERBOSE} & {*words}:
             traceback.print_exc()

@@ -22,7 +22,7 @@ from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.tools.arguments import PARSERS, VERBOSE, Parser
 from parallel3d.tools.cli_output import Reply, exit_status
 
-Options = Mapping[str, Mapping[str, Any]]  # settings of argparse, keyed by the flags of an option
+Options = Mapping[str, Mapping[str, Any]]  # Settings of argparse, keyed by the flags of an option.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Subcommand:
 
     answer: str
     summary: str
-    does: str = ""  # description; default: the summary
+    does: str = ""  # Description. Default: the summary.
     epilog: str = ""
     takes: str | None = None
     json: str = "print one JSON object instead of the report"

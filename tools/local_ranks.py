@@ -50,7 +50,7 @@ def run_ranks(
     context.set_forkserver_preload([function.__module__, "torch._dynamo"])
     start_fork_server()
     processes: list[ForkServerProcess] = []
-    rank_of: dict[Any, int] = {}  # keyed by the pipe of the result
+    rank_of: dict[Any, int] = {}  # Rank of each worker, keyed by the pipe for its result.
     results: dict[int, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -60,7 +60,7 @@ def run_ranks(
                 args = (sender, place, device, function, arguments, BESIDE_RECIPES)
                 process = context.Process(target=_rank, args=args, daemon=True)
                 process.start()
-                sender.close()  # so that reading from a dead rank raises EOFError
+                sender.close()  # Closed here, so that reading from a dead rank raises EOFError.
                 processes.append(process)
                 rank_of[receiver] = rank
             while rank_of:

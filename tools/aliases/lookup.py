@@ -1,5 +1,6 @@
 """Looks up names of models, hardware files and frameworks, with the aliases of aliases.toml.
-Suggests similar names for unknown ones. Names match only completely, never in part."""
+Suggests similar names for unknown ones. Only complete names match.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from parallel3d.tools.arguments import HARDWARE
 
 Kind = Literal["model", "hardware", "framework"]
 _OPTIONS: dict[Kind, str] = {"model": "--model", "hardware": "--gpu", "framework": "--framework"}
-# suffixes of fine-tuned models, which have the same shape
+# Suffixes of fine-tuned models, which have the shape of the base model.
 _TUNED = re.compile(r"([\s_-]+(instruct|base|chat|hf|it|pt))+\s*$", re.IGNORECASE)
 _ALIASES: dict[str, dict[str, list[str]]] = tomllib.loads(
     Path(__file__).with_name("aliases.toml").read_text()
@@ -89,6 +90,8 @@ def _by_plain_name(kind: Kind) -> dict[str, str]:
 
 
 def _plain(name: str) -> str:
-    """Returns a name without case, separators and vendor, which users write in different ways."""
+    """Returns a name in lower case, without separators and vendor, because users write these in
+    different ways.
+    """
     plain = re.sub(r"[\s_-]+", "", name.lower())
     return plain.removeprefix("nvidia").removeprefix("amd")

@@ -28,8 +28,8 @@ from parallel3d.tools.calibrate.probes import (
 
 Times = Mapping[Probe, float]
 Tree = dict[str, Any]
-ANY = load_cluster("cpu", [HARDWARE])  # placeholder, because only the measured curves are used
-_LEAST_REST = 0.02  # minimum fraction of a block that is neither matmuls nor attention
+ANY = load_cluster("cpu", [HARDWARE])  # A placeholder: only the measured curves are used.
+_LEAST_REST = 0.02  # Minimum fraction of a block's time that is neither matmuls nor attention.
 
 
 def process_tree(kernels: Tree, times: Times, larger: LargerRuns = ON_CPU) -> Tree:
@@ -106,7 +106,7 @@ def together_tree(found: Mapping[str, Any], ranks: int, cores: int, alone: Overh
     slowdown = shared * contention
     axes: dict[str, dict[str, float]] = {}
     for axis, taken in found["axes"].items():
-        # With sharded optimizer states a rank updates only its own.
+        # With sharded optimizer states, a rank updates only its own part.
         steps = ranks if axis in ("SHARD_OPTIMIZER", "FULL_SHARD") else 1
         base = {**vars(alone), "parameter": alone.parameter / steps}
         axes[axis] = {}

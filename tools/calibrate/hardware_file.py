@@ -15,8 +15,8 @@ from parallel3d.tools.calibrate.fit import Tree, together_tree
 
 Rows = list[list[float]]
 _MOST_CPU_RANKS = 8
-_SHARE = 0.98  # fraction of GPU memory usable by a process
-# cannot be measured on one host
+_SHARE = 0.98  # Fraction of GPU memory that a process can use.
+# Assumed, because it cannot be measured on one host.
 _NETWORK = {"gb_per_s": 1.0, "latency_us": 500.0, "efficiency": 0.8}
 
 

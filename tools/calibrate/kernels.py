@@ -21,9 +21,9 @@ from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.parameter import ParallelContext
 from parallel3d.tools.clock import DeviceClock
 
-_LEAST_SHARE = 0.2  # minimum fraction of a call that counts as work and not as dispatch
+_LEAST_SHARE = 0.2  # Minimum fraction of a call's time that counts as work, not as dispatch.
 _HEADS = {"cpu": 4, "cuda": 64}
-_GPU_CACHE_BYTES = 2 * 60e6  # twice the largest L2 cache
+_GPU_CACHE_BYTES = 2 * 60e6  # Twice the largest L2 cache of a GPU.
 _MOST_COPIES = 64
 _PASSES = 3
 _FEATURES = 256
@@ -52,7 +52,7 @@ def measure_kernels(device: torch.device, *, quick: bool) -> dict[str, Any]:
     (`planner.hardware.calibration.OneProcess`)."""
     wide = narrow = _ON_GPU
     if device.type == "cpu":
-        narrow = _QUICK  # a CPU is slow in bf16
+        narrow = _QUICK  # CPUs are slow in bf16, so fewer sizes are measured.
         wide = _QUICK if quick else _ON_CPU
     return {
         "matmul": {
@@ -155,7 +155,7 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> dict[
             q = x.clone().requires_grad_()
             k = x.clone().requires_grad_()
             v = x.clone().requires_grad_()
-            return q, k, v, x  # x serves as a gradient
+            return q, k, v, x  # x also serves as the gradient of the output.
 
         operands = _in_turn(make)
 

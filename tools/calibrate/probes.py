@@ -33,7 +33,7 @@ from parallel3d.tools.clock import DeviceClock
 from parallel3d.training.trainer import Trainer
 
 TINY = ModelConfig(layers=2, hidden=32, heads=8, kv_heads=8, ffn_hidden=64, vocab=64)
-Size = tuple[int, int]  # sequence length and microbatch size
+Size = tuple[int, int]  # (sequence length, microbatch size)
 TINY_SIZE = (8, 1)
 LAYERS = (1, 4)
 MICROBATCHES = (2, 8)

@@ -19,7 +19,7 @@ from parallel3d.tools.calibrate.links import (
 from parallel3d.tools.calibrate.probes import LargerRuns, Probe, probes, time_probes
 from parallel3d.tools.local_ranks import own_device
 
-# bytes, from four rows of features on, so that they can be divided over a few ranks
+# Sizes in bytes. The smallest can still be divided over a few ranks.
 _COLLECTIVES = [2**n for n in range(12, 25, 2)]
 _TRANSFERS = [2**n for n in range(10, 23, 3)]
 
@@ -44,7 +44,7 @@ def measure(device_type: str, quick: bool) -> dict[str, Any]:
         found["collectives"] = measure_collectives(size, device, _COLLECTIVES)
         found["transfers"] = measure_transfers(size, device, _TRANSFERS)
         return found | overheads(times(), size, larger)
-    processes = {}  # keyed by the number of threads
+    processes = {}  # Results of one process, keyed by its number of threads.
     counts = {1, cores()} if device_type == "cpu" else {1}
     for threads in sorted(counts):
         torch.set_num_threads(threads)

@@ -127,7 +127,7 @@ def _check_model(options: argparse.Namespace) -> LayoutComparison:
     sizes = {"layers": options.layers, "hidden": options.hidden, "vocab": options.vocab or VOCAB}
     given = {name: size for name, size in sizes.items() if size is not None}
     job = ModelCheck(options.model, parallel, given, options.steps)
-    load_builder(job)  # errors appear before any process starts
+    load_builder(job)  # Errors in the function's name appear before any process starts.
     alone = run_ranks(record_model, replace(job, parallel=ParallelConfig()), world_size=1)
     return compare(alone, run_ranks(record_model, job, world_size=parallel.world_size))
 

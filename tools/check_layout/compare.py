@@ -1,5 +1,6 @@
 """Compares two records of training, from one process and from a layout: the first difference, and
-the largest difference of each kind. Works only on arrays."""
+the largest difference of each kind. It works on arrays only and does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ _CAUSES: dict[What, str] = {
     ),
 }
 
-Sizes = dict[str, dict[int, float]]  # name -> rank -> size of the difference
+Sizes = dict[str, dict[int, float]]  # Size of the difference, keyed by name and then by rank.
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,10 @@ class Difference:
     """The first difference. `name` is the name of a parameter, or of a module for an output. It is
     empty for a loss or norm."""
 
-    step: int  # 0: before training
+    step: int  # Step of the difference. 0: before training.
     what: What
     name: str
-    size: float  # inf: missing, or not finite
+    size: float  # Relative size. inf: a tensor is missing or not finite.
     ranks: tuple[int, ...]
     causes: tuple[str, ...]
 
@@ -83,7 +84,7 @@ class LayoutComparison:
     parallel: ParallelConfig
     steps: int
     largest: Mapping[What, float]
-    first: Difference | None  # None: the same model
+    first: Difference | None  # The first difference above its limit. None: the same model.
 
 
 def compare(alone: TrainingRecord, layout: TrainingRecord) -> LayoutComparison:
@@ -124,7 +125,7 @@ def _sizes_of_all(
         # gradient.
         wanted = {name: {0: np.zeros_like(_any(views))} for name, views in ours.gradients.items()}
         gradients = _sizes(wanted | reference.gradients, ours.gradients)
-        # In the order of the backward pass, so that the difference nearest to the fault comes
+        # In the order of the backward pass, so that the difference nearest to its cause comes
         # first.
         yield step, "gradient", dict(reversed(gradients.items()))
         yield step, "gradient norm", _of_numbers(ours.grad_norm, norm_of(ours.gradients))
@@ -200,7 +201,7 @@ def _distance(ours: Array, reference: Array, scale: float, allowed: float = 0.0)
     if ours.shape != reference.shape:
         return np.inf
     distance = _largest(ours - reference)
-    if not np.isfinite(distance):  # max() would lose a NaN
+    if not np.isfinite(distance):  # max() would ignore a NaN.
         return np.inf
     return max(0.0, distance - allowed) / scale
 

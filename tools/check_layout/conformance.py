@@ -28,8 +28,9 @@ from parallel3d.tools.check_layout.report import describe
 from parallel3d.tools.check_layout.shrink import shrink
 from parallel3d.tools.local_ranks import run_ranks
 
-STEPS, WHOLE_STEPS = 20, 2  # tensors are compared in the first two steps, losses and norms in all
-# (step, name, 0 for loss or 1 for norm, relative tolerance)
+# Tensors are compared in the first two steps, losses and norms in all steps.
+STEPS, WHOLE_STEPS = 20, 2
+# (step, name, index in the curve: 0 for loss and 1 for norm, relative tolerance)
 _CURVE = (
     (0, "loss of the first step", 0, 1e-6),
     (-1, "loss of the last step", 0, 1e-4),

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 from parallel3d.config.recipe import ParallelConfig
 
 Array = NDArray[np.floating]
-# name -> rank -> the view of that rank; ranks with equal views share an array
+# Each rank's view of a tensor, keyed by name and then by rank. Ranks with equal views share an
+# array.
 Views = dict[str, dict[int, Array]]
 
 
@@ -22,7 +23,7 @@ class StepRecord:
     grad_norm: float
     activations: Views
     gradients: Views
-    parameters: Views  # after the step
+    parameters: Views  # Parameters after the step.
 
 
 @dataclass
@@ -34,6 +35,6 @@ class TrainingRecord:
     initial: Views = field(default_factory=dict)
     start: Views = field(default_factory=dict)
     steps: list[StepRecord] = field(default_factory=list)
-    parameter_count: int = 0  # as counted by the trainer
-    # loss and gradient norm of every step
+    parameter_count: int = 0  # Number of parameters, as the trainer counts them.
+    # Loss and gradient norm of each step.
     curve: list[tuple[float, float]] = field(default_factory=list)

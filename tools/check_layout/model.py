@@ -39,7 +39,7 @@ from parallel3d.tools.check_layout.record import (
 from parallel3d.tools.check_layout.report import layout_name
 from parallel3d.tools.check_layout.shrink import EPS, SEQ_LEN
 
-BATCH = 8  # sequences per step, or one per data-parallel rank
+BATCH = 8  # Sequences per step, or one per data-parallel rank if there are more ranks.
 _LR = 1e-3
 _SEED = 0
 
@@ -50,7 +50,7 @@ class ModelCheck:
 
     target: str  # module:function
     parallel: ParallelConfig
-    options: Mapping[str, int]  # keyword arguments of the function, including `vocab`
+    options: Mapping[str, int]  # Keyword arguments of the function, including `vocab`.
     steps: int
 
 
@@ -67,7 +67,7 @@ def record_model(job: ModelCheck) -> TrainingRecord:
         torch.manual_seed(_SEED)
         try:
             model = build(mesh)
-        except ValueError as error:  # such as invalid rules of tensor_parallelize
+        except ValueError as error:  # For example, invalid rules for tensor_parallelize.
             raise ConfigError(f"--model {job.target}: {error}") from error
         _copy_weights(alone, model)
     parameters = _named(model)

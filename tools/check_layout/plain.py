@@ -148,7 +148,7 @@ def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
-        # the fastest kernel on each device
+        # The fused kernel is the fastest on GPUs, and not on CPUs.
         fused=is_on_gpu,
         foreach=not is_on_gpu,
     )

@@ -32,10 +32,10 @@ from parallel3d.torch_private import is_in_backward
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import training_loader
 
-JITTER = 0.02  # added to every weight, because zero biases and unit scales hide faults
+JITTER = 0.02  # Noise added to every weight, because zero biases and unit scales would hide faults.
 
 
-TrainedStep = tuple[float, float, Views]  # loss, gradient norm, gradients
+TrainedStep = tuple[float, float, Views]  # (loss, gradient norm, gradients)
 
 
 def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRecord:

@@ -26,7 +26,8 @@ def shrink(
     stays so. Raises ConfigError if the layout is invalid."""
     parallel = recipe.parallel
     train = recipe.train
-    shards = parallel.world_size // (parallel.dp * parallel.pp)  # number of shards of a layer
+    # Number of tensor-parallel shards of a layer.
+    shards = parallel.world_size // (parallel.dp * parallel.pp)
     microbatches = max(1, min(recipe.microbatches, 2 * parallel.pp))
     microbatch_size = min(parallel.microbatch_size, 2)
     # All in float32, because bf16 would amplify rounding differences of a gradient.
@@ -38,7 +39,7 @@ def shrink(
     small = replace(
         recipe,
         model=_shrink_model(recipe.model, max(layers or 2, parallel.stages), hidden or 64, shards),
-        # boundaries count layers of the full model
+        # `stage_boundaries` counts the layers of the full model.
         parallel=replace(parallel, microbatch_size=microbatch_size, stage_boundaries=None),
         train=replace(
             train,
@@ -75,7 +76,7 @@ def _shrink_model(model: ModelConfig, layers: int, hidden: int, shards: int) -> 
     if kv_heads * group % shards:
         group = model.heads // model.key_value_heads
     heads = kv_heads * group
-    hidden = _up(hidden, 2 * heads)  # rotary positions need an even head_dim
+    hidden = _up(hidden, 2 * heads)  # Rotary positions need an even head_dim.
     ratio = model.query_hidden / model.hidden
     return replace(
         model,

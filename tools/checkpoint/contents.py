@@ -31,7 +31,7 @@ from parallel3d.tools.cli_output import Reply
 
 # Maximum number of tensors of a damaged file to print. The JSON object has all.
 _SHOWN_TENSORS = 10
-# name of a checkpoint, or of a folder that was set aside
+# Name of a checkpoint, or of a folder that was set aside.
 _STEP = re.compile(r"step_(\d{8,})(?:\.(partial|replaced|dropped|damaged|abandoned))?")
 
 
@@ -43,10 +43,11 @@ class CheckpointEntry:
     path: str
     bytes: int
     saved: str | None
-    state: str = "whole"  # or damaged, unknown (another version), or the suffix of the folder
-    reason: str | None = None  # reason if the state is not whole
+    # "whole", "damaged", "unknown" (of another version), or the suffix of the folder.
+    state: str = "whole"
+    reason: str | None = None  # Why the state is not "whole".
     val_loss: float | None = None
-    best: bool = False  # lowest validation loss of the run
+    best: bool = False  # True for the lowest validation loss of the run.
 
     @property
     def line(self) -> str:

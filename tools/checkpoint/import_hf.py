@@ -52,7 +52,7 @@ def answer(options: Namespace) -> Reply:
 def _check_tensors(folder: Path, model: ModelConfig) -> None:
     """Raises CheckpointError unless the names and shapes of the tensors in the files match the
     model."""
-    # imported lazily, because they import torch
+    # Imported here, because they import torch.
     from parallel3d.checkpoint.pretrained import refuse_another_model
     from parallel3d.layers.parameter import named_specs
     from parallel3d.models import model_class

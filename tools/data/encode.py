@@ -20,10 +20,10 @@ from parallel3d.data.tokenizers import (
     import_extra,
 )
 
-# Maximum number of characters encoded in one call. The library keeps some hundred bytes per token
+# Maximum number of characters encoded in one call. The library keeps a few hundred bytes per token
 # until it returns.
 _MOST_CHARACTERS = 1 << 20
-# Line ends without adjacent white space. No pattern that splits text into words joins across them.
+# Line ends without adjacent white space. No tokenizer's word pattern joins text across them.
 _LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
 
 

@@ -20,7 +20,7 @@ from parallel3d.errors import ConfigError, DataError
 from parallel3d.tools.cli_output import Reply
 
 _SAMPLE_TOKENS = 60
-_CHUNK_BYTES = 1 << 24  # bytes that are checked at a time
+_CHUNK_BYTES = 1 << 24  # Number of bytes that are read and checked at a time.
 
 
 def answer_inspect(options: Namespace) -> Reply:
@@ -163,7 +163,7 @@ def merge(folders: list[Path], out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f"{out.name}.", suffix=".merging", dir=out.parent) as own:
-            # a subfolder, because the temporary folder does not have the usual permissions
+            # A subfolder, because the temporary folder itself has restrictive permissions.
             partial = Path(own) / "result"
             partial.mkdir()
             train, validation = (tuple(_copy(folders, headers, part, partial)) for part in PARTS)

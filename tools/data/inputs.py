@@ -18,9 +18,10 @@ from parallel3d.data.source import walk_files
 from parallel3d.data.tokenizers import import_extra
 from parallel3d.errors import ConfigError, DataError
 
-# characters that a worker encodes in a few seconds, the most that a kill can lose
+# Maximum number of characters in a piece. A worker encodes them in a few seconds, which is the most
+# that a kill can lose.
 PIECE_CHARACTERS = 8 << 20
-_MOST_BYTES = 256 << 20  # maximum size of a document in a compressed file
+_MOST_BYTES = 256 << 20  # Maximum size in bytes of a document in a compressed file.
 _LINES = (".jsonl", ".ndjson", ".json")
 _ROWS = (".parquet", ".arrow")
 _TEXTS = (".txt", ".md")
@@ -31,9 +32,9 @@ _PACKED = (".gz", ".zst")
 class Reading:
     """Options that define the documents in the inputs."""
 
-    pattern: str | None  # names of the files in a folder; None: files of known formats
-    field: str  # field of a JSON line or a row
-    errors: Literal["strict", "replace"]  # handling of text that is not UTF-8
+    pattern: str | None  # Pattern of the file names in a folder. None: files of known formats.
+    field: str  # Name of the field that holds the text, in a JSON line or a row.
+    errors: Literal["strict", "replace"]  # How to handle text that is not UTF-8.
 
 
 class InputError(DataError):
@@ -77,7 +78,7 @@ def _files_of(folder: Path, pattern: str | None) -> list[Path]:
         raise ConfigError(f"{folder}: contains one data set per split; try {folder / 'train'}")
     names = sorted(walk_files(folder, lambda name: name.startswith(".")))
     files = [folder / name for name in names if (folder / name).is_file()]
-    if (folder / "state.json").is_file():  # a saved data set
+    if (folder / "state.json").is_file():  # The folder is a data set that `datasets` saved.
         pattern = "*.arrow"
     if pattern is None:
         matching = [file for file in files if _suffix(file) in (*_LINES, *_ROWS, *_TEXTS)]
@@ -92,7 +93,7 @@ def _files_of(folder: Path, pattern: str | None) -> list[Path]:
 
 
 def _suffix(path: Path) -> str:
-    """Returns the suffix of a file name that says its format, without that of the compression."""
+    """Returns the suffix that says the format of a file, ignoring that of the compression."""
     is_packed = path.suffix.lower() in _PACKED
     return (path.with_suffix("") if is_packed else path).suffix.lower()
 
@@ -137,7 +138,8 @@ def _documents(file: InputFile, reading: Reading) -> Iterator[tuple[str, int]]:
                 text = _decode(_limited(line, most, where), where, reading).removeprefix("\ufeff")
                 if text.strip():
                     yield _field_of(text, reading.field, where), raw.tell()
-    except (OSError, ValueError, EOFError, zlib.error) as error:  # errors of pyarrow are subclasses
+    # The errors of pyarrow are subclasses of these.
+    except (OSError, ValueError, EOFError, zlib.error) as error:
         raise InputError(
             f"{path}: cannot be read ({error}); make it readable, download it again or leave it out"
         ) from None

@@ -36,7 +36,7 @@ from parallel3d.tools.data.encode import TokenizerChoice, encode_piece, train_bp
 from parallel3d.tools.data.folders import inspect
 from parallel3d.tools.data.inputs import InputError, InputFile, Reading, find_inputs, pieces
 
-# size of a byte-level BPE without merges: the bytes and the end-of-text token
+# Size of a byte-level BPE without merges: 256 bytes and the end-of-text token.
 _BYTE_LEVEL_IDS = 257
 _SETTINGS = "command.json"
 _CHUNKS = "chunks"
@@ -87,7 +87,7 @@ def answer(options: Namespace) -> Reply:
 
 @contextmanager
 def _claimed(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
-    """Locks the folder of the job for a block.
+    """Context manager that locks the folder of the job.
 
     Raises ConfigError if another process or command uses it, if it contains other files, or if the
     result exists. If an input or option has to change, the folder is deleted."""
@@ -99,7 +99,8 @@ def _claimed(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
     partial.mkdir(parents=True, exist_ok=True)
     folder = os.open(partial, os.O_RDONLY)
     try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released at the end of the process
+        # The lock is released when the process ends.
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if begun != settings and any(partial.iterdir()):
             raise ConfigError(
                 f"--out: {partial} contains other files, or the unfinished work of another "
@@ -173,7 +174,7 @@ def _encode(
             chunks.append(folder / f"{len(chunks):08}.npz")
             if not chunks[-1].exists():
                 under_way.append(pool.submit(encode_piece, texts, choice, chunks[-1]))
-            # limits the inputs in memory to what keeps the workers busy
+            # Keep no more inputs in memory than the workers need to stay busy.
             if len(under_way) > 2 * workers:
                 under_way.popleft().result()
             progress.update(task, completed=read_bytes)
@@ -235,7 +236,7 @@ def _join(chunks: list[Path], choice: TokenizerChoice, fraction: float, result: 
                 ids = chunk["ids"]
                 lengths = chunk["lengths"]
                 hashes = chunk["hashes"]
-            if below is None:  # A single document is split between the two parts.
+            if below is None:  # There is only one document, so split it between the two parts.
                 held_out = min(max(round((len(ids) - 1) * fraction), 1), len(ids) - 1)
                 writer.add("train", np.append(ids[: -1 - held_out], ids[-1:]))
                 writer.add("validation", ids[-1 - held_out :])

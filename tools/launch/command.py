@@ -20,12 +20,12 @@ from parallel3d.tools.command_line import CommandLine
 from parallel3d.tools.launch.script import LAUNCHERS, Launcher, Site
 
 main = CommandLine("parallel3d-launch", Path(__file__).with_name("commands.toml")).main
-_USUAL_NODE = 8  # GPUs in most nodes
+_USUAL_NODE = 8  # Number of GPUs per node, if it cannot be derived from the recipe.
 
 
 def check(options: argparse.Namespace) -> Reply:
     """Checks the nodes of a recipe. The check prints its report itself."""
-    # imports the planner and the launcher
+    # This imports the planner and the launcher.
     from parallel3d.tools.preflight.start import check_cluster
 
     return Reply(page=list, status=check_cluster(_recipe(options), options))

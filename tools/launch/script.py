@@ -28,12 +28,12 @@ LAUNCHERS = {
     "k8s": ("job.yaml", "kubectl apply -f"),
 }
 RESTARTS = 10
-_GRACE_S = 100.0  # seconds for the last save if checkpoint.grace_s is not set
-_END_S = 20  # seconds from the end of that to the kill by the launcher
-_KILL_S = 30  # seconds from the kill by torchrun to the kill of its pod
+_GRACE_S = 100.0  # Seconds for the last save, if checkpoint.grace_s is not set.
+_END_S = 20  # Seconds from the end of that time to the kill by the launcher.
+_KILL_S = 30  # Seconds from the kill by torchrun to the kill of its pod.
 _SRUN = 'srun --kill-on-bad-exit=1 --cpus-per-task="$((cores > 0 ? cores : 1))"'
 _RECIPE_OF_POD = "/recipe/recipe.yaml"
-# options of sbatch, with examples for errors
+# Options of sbatch, with example values for error messages.
 _OF_SBATCH = {"--partition": "gpu", "--account": "me", "--time": "24:00:00"}
 _PRINTABLE = re.compile(r"[^\x00-\x1f\x7f\u2028\u2029]*")
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
@@ -107,9 +107,9 @@ class Launcher:
         has_gpus = self.recipe.train.device != "cpu"
         settings = _read("gpu_settings.sh").rstrip() if has_gpus else ""
         variables = re.findall(r"(\w+)=\$\{", settings)
-        # A launcher may restart the run without passing checkpoint.resume.
+        # A launcher may restart the run with the same arguments, so it must resume by itself.
         resume = ["checkpoint.resume=auto"] if self.recipe.checkpoint.resume == "none" else []
-        # seconds from the stop signal to the kill, enough for the last save
+        # Seconds from the stop signal to the kill, which must suffice for the last save.
         stop_s = ceil(self.recipe.checkpoint.grace_s or _GRACE_S) + _END_S
         values = {
             "workers": str(self.recipe.parallel.world_size),
@@ -150,7 +150,7 @@ class Launcher:
     def _rendezvous(self, name: str, port: int) -> str:
         if self.nodes == 1:
             return "--standalone"
-        # unique per job if the launcher knows the job
+        # The name is unique per job if the launcher sets a job ID.
         job = f'"{name}-${{JOB_ID:-${{SLURM_JOB_ID:-0}}}}"'
         return f'--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint "${{HEAD:?}}:{port}" --rdzv-id {job}'  # noqa: E501
 
@@ -164,7 +164,7 @@ class Launcher:
         if self.kind == "slurm":
             yield f"{_SRUN} \\"
             yield f'    python -m parallel3d.tools.launch check {values["arguments"]} "$@" &&'
-        else:  # on a separate port, so that agents of the run and the check cannot meet
+        else:  # On a separate port, so that the agents of the check and of the run cannot meet.
             rendezvous = self._rendezvous(f"{values['name']}-check", 29499)
             yield f"PET_MAX_RESTARTS=0 torchrun {rendezvous} --nproc-per-node {self.per_node} \\"
             yield f'    -m parallel3d.tools.launch check {values["arguments"]} "$@"'

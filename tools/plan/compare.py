@@ -58,16 +58,16 @@ class RunMetrics:
 
     lines: int
     step_time_s: float
-    least_s: float  # tenth and ninetieth percentile
+    least_s: float  # Tenth percentile of the step time. `most_s` is the ninetieth.
     most_s: float
     peak_memory_bytes: int
-    tokens_per_s: float  # per device, from the last line
+    tokens_per_s: float  # Tokens per second and device, from the last line.
     mfu: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
-    """A run and its prediction."""
+    """A run and the prediction for its recipe."""
 
     recipe: Recipe
     run: PlannedRun
@@ -77,7 +77,7 @@ class RunComparison:
 
     @property
     def other_device(self) -> str | None:
-        """Reason to believe that the run used a different device from the given one, or None.
+        """Returns why the run seems to have used a different device from the given one, or None.
 
         The trainer computes MFU from the peak in the hardware file of the CUDA device. Metrics
         therefore reveal that peak.
@@ -85,7 +85,7 @@ class RunComparison:
         device = self.run.cluster.device
         mfu = self.measured.mfu
         if self.recipe.logging.peak_tflops is not None:
-            return None  # set by the user
+            return None  # The user has set the peak, so it says nothing about the device.
         if mfu is None and not device.cuda_names:
             return None
         if not mfu:
@@ -121,7 +121,7 @@ class RunComparison:
 
     @property
     def measured_run(self) -> MeasuredRun:
-        """The run as an input of `--measured`."""
+        """The run in the form that the planner's corrections use."""
         bytes_ = None if self.run.on_cpu else self.measured.peak_memory_bytes
         return MeasuredRun(
             run=self.run,
@@ -132,12 +132,12 @@ class RunComparison:
 
     @cached_property
     def scales(self) -> Scales:
-        """Ratios of measured to predicted values, as far as one run determines them."""
+        """Ratios of measured to predicted values that one run determines."""
         return scales_of([self.measured_run])
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Compares a run with the prediction for the hardware given by the user."""
+    """Compares a run with the prediction for the hardware that the user names."""
     found = compare(options.run_dir, asked_cluster(options))
     return Reply(page=lambda: _page(found, options.run_dir), tree=lambda: _tree(found))
 

@@ -31,7 +31,7 @@ from parallel3d.tools.launch.script import LAUNCHERS, Launcher
 from parallel3d.tools.plan.framework_command import framework_command
 from parallel3d.tools.plan.inputs import USUAL, ParsedRequest
 
-_TRIAL_STEPS = 100  # steps without a token budget
+_TRIAL_STEPS = 100  # Number of steps if there is no token budget.
 
 
 def launch_file(options: argparse.Namespace) -> Path | None:
@@ -146,7 +146,7 @@ def recipe_of_plan(asked: ParsedRequest, plan: Plan, best: Strategy, *, run: str
         config = replace(config, max_positions=max(config.max_positions or 0, q.seq_len))
     # Learning rates of Llama 2 (arXiv 2307.09288, section 2.2).
     is_large = total_parameters(q.shape) > 15e9
-    every = warmup_steps = None  # a trial run saves no checkpoints
+    every = warmup_steps = None  # A trial run saves no checkpoints.
     if plan.tokens is not None:
         an_hour = round(3600 / best.cost.step_time_s)
         every = max(1, min(an_hour, steps // 4))
@@ -218,7 +218,7 @@ def _differing(recipe: Recipe, also: Collection[str]) -> dict[str, Any]:
 
 
 def _comments(asked: ParsedRequest, plan: Plan) -> dict[str, str]:
-    """Returns comments by recipe key."""
+    """Returns the comment for each recipe key that has one."""
     q = plan.request
     tokens = f"{si(q.global_batch_size * q.seq_len)} tokens"
     found = {"train.global_batch_size": f"sequences: {tokens}"}

@@ -12,8 +12,9 @@ from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.tools.cli_output import Reply
 from parallel3d.tools.plan.inputs import usual_request
 
-_MANY = 4096  # GPUs that share the states, so that little more than a layer is left on each
-_FAST_NODE = 100e9  # bytes per second and device
+# This many GPUs share the states, so that each holds little more than one layer.
+_MANY = 4096
+_FAST_NODE = 100e9  # Bandwidth per device, in bytes per second, from which a node counts as fast.
 _FAST_NETWORK = 20e9
 
 

@@ -19,7 +19,7 @@ from parallel3d.tools.plan.score import recorded_accuracy
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Lists the shipped files, or shows the file of one device or cluster."""
+    """Lists the shipped hardware files, or shows that of one device or cluster."""
     if options.name is None:
         every = _shipped()
         trees = [hardware_tree(each) for each in every.values()]

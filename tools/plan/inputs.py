@@ -31,7 +31,7 @@ from parallel3d.tools.plan.measured import corrected_by_runs
 from parallel3d.tools.plan.models import Model, find_model
 from parallel3d.tools.plan.score import recorded_accuracy
 
-_RISK = 0.05  # default probability of not fitting
+_RISK = 0.05  # Default probability of running out of memory.
 _STATE_DTYPES: dict[int | None, Literal["fp32", "bf16"]] = {32: "fp32", 16: "bf16"}
 # A recipe of defaults, with zeros for required keys.
 USUAL = Recipe(
@@ -46,7 +46,8 @@ class ParsedRequest:
 
     request: PlanRequest
     model: Model
-    state_dtype: Literal["fp32", "bf16"] | None = None  # from --optimizer-bits
+    # Dtype of the optimizer states, from --optimizer-bits.
+    state_dtype: Literal["fp32", "bf16"] | None = None
 
     def note_lines(self) -> list[str]:
         """Returns the notes on the model file as lines of a report."""
@@ -197,7 +198,7 @@ def _framework(
         framework = COMPILED_PARALLEL3D if compiled else PARALLEL3D
     else:
         framework = in_precision(framework, precision)
-        if options.optimizer_bits is not None:  # two AdamW states
+        if options.optimizer_bits is not None:  # AdamW has two states.
             masters = framework.optimizer_bytes - framework.state_bytes
             states = options.optimizer_bits / 4
             framework = replace(framework, state_bytes=states, optimizer_bytes=masters + states)

@@ -39,12 +39,12 @@ from parallel3d.tools.plan.inputs import ParsedRequest, read_fixed, read_request
 from parallel3d.tools.plan.models import all_named
 from parallel3d.tools.plan.score import how_sure
 
-# a number of devices, and its best layout or the reason why none fits
+# A request with its best layout, or with the reason why none fits.
 Row = tuple[PlanRequest, Strategy | str]
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Finds one limit or all."""
+    """Finds the limit that the user asks for, or all limits."""
     fixed = read_fixed(options)
     axes = (fixed.pp, fixed.tp, fixed.dp_shard, fixed.dp_replicate)
     # The number of devices is the result of `cluster`, not part of the request.
@@ -112,7 +112,9 @@ def _page(
 
 
 def _off(found: Strategy) -> str:
-    """Formats half the width of the speed's range, which covers 8 of 10 cases."""
+    """Formats half the width of the range of the speed, which holds the true value in 8 of 10
+    cases.
+    """
     return f"+-{found.errors.throughput:.0%}"
 
 

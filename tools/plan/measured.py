@@ -15,8 +15,9 @@ from parallel3d.planner.search.request import PlanRequest
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.plan.compare import compare
 
-# A run whose step time differs from the prediction by a larger factor is of another cluster. For an
-# uncalibrated CPU predictions are correct only to an order of magnitude.
+# If the step time differs from the prediction by a larger factor, the run is from another cluster.
+# This does not hold for uncalibrated CPUs, whose predictions are right only to an order of
+# magnitude.
 _MOST_OFF = 5.0
 _MOST_OFF_OF_A_CPU = 50.0
 

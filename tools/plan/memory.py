@@ -38,7 +38,7 @@ _STRATEGIES: dict[ShardingName, str] = {
     "SHARD_GRAD_OP": "ZeRO-2",
     "FULL_SHARD": "ZeRO-3",
 }
-_MOST_RANKS = 8  # with more ranks, only those that may differ are shown
+_MOST_RANKS = 8  # With more pipeline ranks, only those that may differ are shown.
 
 
 def asked_layout(options: argparse.Namespace) -> tuple[ParsedRequest, Strategy]:
@@ -58,7 +58,7 @@ def asked_layout(options: argparse.Namespace) -> tuple[ParsedRequest, Strategy]:
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Reports the memory of a layout, or of a model's states if there is none."""
+    """Reports the memory of a layout, or that of the model's states if no layout is given."""
     is_own = options.framework == "parallel3d"
     if is_own and not options.explain and not options.layout and find_model(options).recipe is None:
         request = usual_request(options, gpus=1)

@@ -45,7 +45,7 @@ from parallel3d.recipes import shipped_recipes
 from parallel3d.tools.aliases.lookup import known_name
 from parallel3d.tools.cli_output import Reply
 
-# names of options and of recipe keys
+# Sizes that have the same name as an option and as a recipe key.
 _NUMBERS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "vocab")
 
 

@@ -38,7 +38,7 @@ _OF_ONE_DEVICE = {
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Plans, and writes the requested files."""
+    """Finds the best layouts, and writes the requested files."""
     launch = launch_file(options)
     asked = read_request(options, gpus=options.gpus, fixed=read_fixed(options))
     plan = _plan(options, asked)
@@ -128,8 +128,8 @@ def _remedies(request: PlanRequest, answer: PlanResult) -> Iterator[str]:
 
 
 def _verified(asked: ParsedRequest, plan: Plan) -> Plan:
-    """Dry-runs the layouts in order until one fits. That one becomes the best, earlier ones are
-    rejected.
+    """Dry-runs the layouts in order until one fits. It becomes the best, and the layouts before it
+    are rejected.
 
     Only the rank with the highest peak is run. Fragmentation and CUDA context come from the
     estimate. Raises ConfigError if the trainer has no module for the model.

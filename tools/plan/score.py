@@ -44,7 +44,7 @@ def answer(options: argparse.Namespace) -> Reply:
     if options.record is not None:
         figures = accuracy_of(file, scores[_LEFT_OUT])
         if options.record.resolve() == RECORDED.resolve():
-            RECORDED.unlink()  # replaced by the new figures
+            RECORDED.unlink()  # It is replaced by the new figures.
         write_output("--record", options.record, json.dumps(figures, indent=2) + "\n")
     return Reply(page=lambda: page(scores), tree=lambda: _tree(scores))
 
@@ -58,7 +58,9 @@ def read_all(paths: Sequence[Path], folders: list[Path]) -> CaseFile:
 
 
 def _tree(scores: Mapping[str, Score]) -> Any:
-    """Returns the plain score with other scores under their names."""
+    """Returns the scores as JSON. The plain score is the root, and the others are under their
+    names.
+    """
     trees = {name.replace(" ", "_"): each.to_json() for name, each in scores.items()}
     return trees.pop(_PLAIN.replace(" ", "_")) | trees
 

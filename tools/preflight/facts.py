@@ -1,5 +1,4 @@
-"""Facts that each rank reports about itself and its host, and the memory and disk space that the
-recipe needs."""
+"""Collects facts about each rank and its host, and the memory and disk that the recipe needs."""
 
 from __future__ import annotations
 
@@ -34,12 +33,12 @@ class RankFacts:
 
     rank: int
     host: str
-    device: str  # name of the GPU, or CPU
+    device: str  # Name of the GPU, or "CPU".
     versions: dict[str, str] = field(default_factory=dict)
-    clock_s: float = 0.0  # time.time(), read on all ranks at once
-    free_bytes: int | None = None  # free memory of the GPU of the rank, or of the host
-    disk_free_bytes: int | None = None  # free disk space at the folder of the run
-    problems: tuple[str, ...] = ()  # problems with the folder of the run or the data
+    clock_s: float = 0.0  # time.time(), read on all ranks at the same moment.
+    free_bytes: int | None = None  # Free memory of the rank's GPU, or of the host without a GPU.
+    disk_free_bytes: int | None = None  # Free disk space at the folder of the run.
+    problems: tuple[str, ...] = ()  # Problems with the folder of the run or with the data.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +46,10 @@ class RecipeNeeds:
     """Memory and disk space that the recipe needs. They are 0 for a model class that the planner
     does not know."""
 
-    # per pipeline rank, without the memory of a process before training
+    # Bytes per pipeline rank, without the memory that a process uses before training.
     memory_bytes: tuple[float, ...]
-    checkpoints: int  # maximum number on the disk: kept checkpoints and one being written
+    # Maximum number of checkpoints on the disk: those that are kept and the one being written.
+    checkpoints: int
     checkpoint_bytes: float
 
     @classmethod
@@ -101,8 +101,9 @@ def rank_facts(rank: int, device: torch.device) -> RankFacts:
 
 @contextmanager
 def marked(run_dir: str | None) -> Iterator[str]:
-    """Creates a temporary file in the folder of the run for a block, and returns its name. Other
-    hosts use it to check that they share the folder. The name is "" if it cannot be created."""
+    """Context manager that creates a temporary file in the folder of the run, and yields its name.
+    Other hosts use it to check that they share the folder. The name is "" if it cannot be created.
+    """
     if run_dir is None or not os.access(folder_above(run_dir), os.W_OK):
         yield ""
         return

@@ -16,10 +16,12 @@ from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.tools.preflight.facts import RankFacts, RecipeNeeds
 from parallel3d.tools.preflight.measure import TimedLink
 
-SLOW_RANK = 0.8  # fraction of the median matmul rate; all ranks wait for a slower one
-SLOW_LINK = 0.5  # fraction of the median bandwidth of links of the same kind
-CLOCK_S = 1.0  # seconds; a larger difference confuses the order of log lines
-# ranks with different versions cannot train together
+# A rank is slow below this fraction of the median matmul rate. All other ranks wait for it.
+SLOW_RANK = 0.8
+SLOW_LINK = 0.5  # A link is slow below this fraction of the median bandwidth of links of its kind.
+# Largest accepted clock difference in seconds. A larger one mixes up the order of log lines.
+CLOCK_S = 1.0
+# Software whose versions must agree, or ranks cannot train together.
 _MUST_BE_EQUAL = ("torch", "parallel3d", "nccl")
 
 
@@ -140,7 +142,8 @@ class CheckReport:
                 yield Finding(text, name in _MUST_BE_EQUAL)
 
     def _memory(self) -> Iterator[Finding]:
-        sharing = [[each] for each in self.facts]  # each rank has a GPU
+        # Every rank has a GPU of its own, so each shares memory with no other rank.
+        sharing = [[each] for each in self.facts]
         if self.facts[0].device == "CPU":
             sharing = list(self._by_host().values())
         for facts in sharing:
@@ -191,7 +194,7 @@ class CheckReport:
     def _slow_links(self) -> Iterator[Finding]:
         """Yields findings about slow links. Links between hosts are compared with each other, and
         so are links within hosts."""
-        between: dict[str, float] = {}  # lowest bandwidth of each direction
+        between: dict[str, float] = {}  # Lowest bandwidth measured in each direction.
         within: dict[str, float] = {}
         for each in self.links:
             if each.kind == "message":

@@ -19,9 +19,9 @@ from parallel3d.config.recipe import Precision
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}  # all other precisions use bfloat16
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16}  # All other precisions use bfloat16.
 _MATRIX_SIDES = {"cpu": 512, "cuda": 8192}
-_MATMULS = 10  # number of matmuls timed together
+_MATMULS = 10  # Number of matmuls that are timed together.
 _MATMULS_S = 1.5
 _MESSAGE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 _CALLS = 5
@@ -34,7 +34,7 @@ class TimedLink:
 
     axis: str
     kind: Literal["all-reduce", "message"]
-    ranks: tuple[int, ...]  # members of the group, or sender and receiver
+    ranks: tuple[int, ...]  # Members of the group, or the sender and the receiver.
     bandwidth: float
 
 
@@ -91,7 +91,7 @@ def measure_axis(name: str, axis: Axis, device: torch.device) -> list[TimedLink]
 
 
 def _median_s(call: Callable[[], object], device: torch.device) -> float:
-    call()  # opens connections
+    call()  # The first call opens connections and is not timed.
     dist.barrier()
     return median(_timed(call, device) for _ in range(_CALLS))
 

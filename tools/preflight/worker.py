@@ -72,7 +72,8 @@ def _exchange_facts(
 def _measure(recipe: Recipe, device: torch.device) -> tuple[list[float], list[TimedLink]]:
     """Measures the matmuls of all ranks and the axes of the mesh."""
     own = 0.0
-    for _ in range(_ROUNDS):  # a rank that was interrupted once is not slow
+    # Several rounds, because a rank that was interrupted once is not slow.
+    for _ in range(_ROUNDS):
         own = max(own, measure_matmuls(device, recipe.train.precision))
         matmuls = _all_gather(own)
         if not slow_ranks(matmuls):

@@ -18,7 +18,8 @@ from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
 from parallel3d.timeline.spans import Timeline
 from parallel3d.tools.cli_output import Reply, check_free, write_output
 
-_MOST_ACTIONS = 5_000_000  # simulated in about a minute with a few gigabytes
+# Maximum number of actions. They are simulated in about a minute with a few gigabytes.
+_MOST_ACTIONS = 5_000_000
 _WIDTH_WHERE_PIPED = 200
 
 
@@ -28,7 +29,7 @@ def answer(options: argparse.Namespace) -> Reply:
         check_free(f"--{option}", vars(options)[option])
     try:
         schedule = _load(options) if options.schedule_file else _build(options)
-    except ScheduleError as error:  # an error in the options or the file
+    except ScheduleError as error:  # The error is in the options or in the file.
         raise ConfigError(str(error)) from error
     half = 1.0 if options.backward is None else options.backward / 2
     input_s, weight_s = options.split or (half, half)

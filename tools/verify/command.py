@@ -37,7 +37,7 @@ class Verified:
     rank: int
     model: RankMemory
     dry: DryRun
-    parameters: int  # according to the estimate
+    parameters: int  # Number of parameters, according to the estimate.
 
     @property
     def difference(self) -> float:
@@ -86,7 +86,7 @@ def answer(options: argparse.Namespace) -> Reply:
 
 def verify(recipe: Recipe, rank: int) -> Verified:
     """Dry-runs `rank`, and estimates the memory of its pipeline rank."""
-    # imports torch, which errors in the input do not need
+    # This imports torch, which is not needed to report errors in the input.
     from parallel3d.tools.verify.dry_run import dry_run
 
     run = run_of_recipe(recipe)

@@ -49,7 +49,7 @@ from parallel3d.tools.verify.ledger import Ledger, Made, Snapshot
 from parallel3d.torch_private import local_of, tree_iter
 from parallel3d.training.trainer import Trainer
 
-# GPU for the choice of the attention kernel
+# GPU that selects the attention kernel.
 _GPU = AttentionDevice("cuda", capability=(9, 0), torch=fused_attention.TORCH_VERSION)
 
 
@@ -60,8 +60,8 @@ class DryRun:
 
     peak: Snapshot
     at: str
-    parameter_count: int  # elements that the optimizer of this rank updates
-    microbatches: int  # microbatches that were run; more would only repeat the schedule
+    parameter_count: int  # Number of elements that the optimizer of this rank updates.
+    microbatches: int  # Number of microbatches in the dry run. More would only repeat the schedule.
     seconds: float
 
 
@@ -208,8 +208,8 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
         ledger.mark(locals_, at_rest[0])
         states = (value for state in trainer.optimizer.state.values() for value in state.values())
         ledger.mark((value for value in states if isinstance(value, FakeTensor)), at_rest[1])
-        trainer.engine.publish()  # as after a previous step
-        gc.collect()  # reference cycles of the forward pass above
+        trainer.engine.publish()  # As after a previous step.
+        gc.collect()  # Frees the reference cycles of the forward pass above.
         ledger.forget_peak()
         trainer.train_step(batch, _Clock(ledger, actions))
         return DryRun(
@@ -240,7 +240,7 @@ def build_dry(
     ids = torch.zeros(shape, dtype=torch.int64)
     samples = torch.zeros(shape[:2], dtype=torch.int64)
     documents = None
-    # fake IDs have no document borders, so assume two documents per sequence
+    # Fake token IDs have no document borders, so assume two documents per sequence.
     if recipe.data.documents == "mask":
         lengths = (shape[2] // 2, shape[2] - shape[2] // 2) * shape[1]
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int32)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 FSDPParam = _fsdp_param.FSDPParam
-# operator behind `Tensor.item` and `if tensor:`
+# Operator that `Tensor.item` and `if tensor:` call.
 READ_A_VALUE = torch.ops.aten._local_scalar_dense.default
 
 
@@ -24,8 +24,9 @@ def storage_id(storage: torch.UntypedStorage) -> int:
 
 @contextmanager
 def cutting_by(chunk: Any) -> Iterator[None]:
-    """Makes `fully_shard` split parameters with `chunk(tensor, chunks, dim=...)` for a block. The
-    default creates one tensor per rank."""
+    """Context manager that makes `fully_shard` split parameters with `chunk(tensor, chunks,
+    dim=...)`. The default creates one tensor per rank.
+    """
     eager = _fsdp_param._chunk_with_empty
     _fsdp_param._chunk_with_empty = chunk
     try:
@@ -36,8 +37,10 @@ def cutting_by(chunk: Any) -> Iterator[None]:
 
 @contextmanager
 def world_of_none(size: int, rank: int) -> Iterator[None]:
-    """Opens a default process group of `size` ranks for a block, in which only this process exists,
-    as `rank`. Nothing is sent. torch registers this backend only in a module for its own tests."""
+    """Context manager with a default process group of `size` ranks, in which only this process
+    exists, as `rank`. Nothing is sent. torch registers this backend only in a module for its own
+    tests.
+    """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from parallel3d.tools.verify.fakes import storage_id
 from parallel3d.torch_private import TorchDispatchMode, local_of, tree_iter
 
-# "host": in CPU memory (parallel.offload), which does not count
+# Purpose of a storage. "host" is CPU memory (parallel.offload), which does not count.
 Made = Literal["parameters", "optimizer", "gathered", "forward", "backward", "between", "host"]
 
 
@@ -33,8 +33,8 @@ class _Piece:
 
     nbytes: int
     made: Made
-    action: int  # action that allocated it
-    watch: Any  # weak reference, which must be kept
+    action: int  # Index of the action that allocated it.
+    watch: Any  # Weak reference. It must be kept, or its callback would not run.
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Counts storages that are allocated in a block as host memory."""
+        """Context manager in which new storages count as host memory."""
         phase = self._phase
         self._phase = "host"
         yield
@@ -149,7 +149,7 @@ class Ledger(TorchDispatchMode):
             self._made[piece.made] -= piece.nbytes
             self._made["gathered"] += piece.nbytes
             piece.made = "gathered"
-        piece.action = -1  # a resized storage does not count as allocated by the action
+        piece.action = -1  # A resized storage does not count as allocated by the action.
         self._grow(piece, storage.nbytes())
 
     def _grow(self, piece: _Piece, nbytes: int) -> None:
