@@ -28,7 +28,7 @@ class Corpus:
     train: TokenStream
     validation: TokenStream
     config: DataConfig
-    document_end: int | None  # end-of-text ID, if attention stays within documents
+    document_end: int | None  # End-of-text ID, if attention stays within documents, else None.
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -141,7 +141,7 @@ def check_data(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool
 def _refuse_other_tokenizers(data: DataConfig) -> None:
     """Raises ConfigError if the token IDs of two sources come from different tokenizers, or if
     masked documents end with different IDs."""
-    # property -> (its value in the first source, that source)
+    # For each property: its value in the first source that has it, and the name of that source.
     first: dict[str, tuple[object, str]] = {}
     for index, corpus in enumerate(data.corpora):
         name = f"data.sources[{index}].path = {corpus.path}"
@@ -174,7 +174,7 @@ def _check_corpus(data: DataConfig, seq_len: int, vocab: int, *, samples_text: b
         parts = split_documents(find_documents(data), data.validation_fraction)
         tokens_of = [_up_to_a_window(part, tokenizer, seq_len) for part in parts]
     if needed > vocab:
-        fits = -(-needed // 8) * 8  # divisible by the usual tp sizes
+        fits = -(-needed // 8) * 8  # A multiple of 8 is divisible by the usual tp sizes.
         raise ConfigError(
             f"model.vocab = {vocab}: must be at least {needed}, for the IDs of {corpus}; try {fits}"
         )
@@ -195,7 +195,7 @@ def _up_to_a_window(documents: Sequence[Document], tokenizer: Tokenizer, seq_len
     """Returns the number of tokens of `documents`, counted only until one window is full."""
     tokens = 0
     for document in documents:
-        tokens += len(ids_of(document, tokenizer)) + 1  # plus the end-of-text token
+        tokens += len(ids_of(document, tokenizer)) + 1  # One more for the end-of-text token.
         if tokens > seq_len:
             break
     return tokens
@@ -214,7 +214,7 @@ def split_documents(
     validation."""
     if len(documents) == 1:
         (only,) = documents
-        most = max(only.stop - 1, 1)  # at least one byte stays for training
+        most = max(only.stop - 1, 1)  # At least one byte stays for training.
         border = only.stop - min(max(round(only.stop * validation_fraction), 1), most)
         return [replace(only, stop=border)], [replace(only, start=border)]
     draws = {document.name: _draw(document.name) for document in documents}
@@ -230,4 +230,4 @@ def split_documents(
 def _draw(name: str) -> float:
     """Returns a number in [0, 1) that depends only on the name and is the same on every machine."""
     digest = hashlib.blake2b(os.fsencode(name), digest_size=6).digest()
-    return int.from_bytes(digest, "big") / 2**48  # a float represents 48 bits exactly
+    return int.from_bytes(digest, "big") / 2**48  # A float represents 48 bits exactly.

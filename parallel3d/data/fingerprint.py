@@ -10,7 +10,7 @@ from typing import Any
 from parallel3d.data.corpus import Corpus, open_token_files
 from parallel3d.data.windows import TokensInMemory
 
-Fingerprint = Mapping[str, Any]  # of one corpus
+Fingerprint = Mapping[str, Any]  # Fingerprint of one corpus.
 
 
 def data_fingerprint(corpora: Sequence[Corpus]) -> tuple[dict[str, Any], ...]:
@@ -43,7 +43,7 @@ def _fingerprint(corpus: Corpus) -> dict[str, Any]:
             checksum.update(stream.ids.tobytes())
     else:
         header = open_token_files(corpus.config).header
-        if header is None:  # Megatron's files do not have checksums
+        if header is None:  # Megatron's files have no checksums.
             return found
         checksum.update(header.dtype.encode())
         for shard in header.shards:

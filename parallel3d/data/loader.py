@@ -18,7 +18,7 @@ from parallel3d.data.windows import WindowSource
 from parallel3d.errors import ConfigError
 from parallel3d.layers.positions import PackedDocuments
 
-IGNORED = -100  # label that the loss ignores, as in cross_entropy of torch
+IGNORED = -100  # Label that the loss ignores, as in torch's cross_entropy.
 # Documents of each microbatch. None: a token attends to all tokens before it in its sequence.
 Documents = Sequence[PackedDocuments] | None
 
@@ -29,7 +29,7 @@ class WrongId:
 
     sample: int
     token_id: int
-    largest_id: int  # largest ID in this rank's share of the batch
+    largest_id: int  # Largest ID in this rank's share of the batch.
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Batch:
     samples: Tensor
     # First invalid token ID in the share, replaced by 0. The trainer ends the run because of it.
     wrong_id: WrongId | None = None
-    documents: Documents = None  # only with data.documents = mask
+    documents: Documents = None  # None, unless data.documents = mask.
 
     def pinned(self) -> Batch:
         """Returns the batch in pinned memory, so that the copy to a GPU is asynchronous."""
@@ -91,11 +91,12 @@ class BatchLoader:
     dp_rank: int
     dp_size: int
     vocab: int
-    sizes: BatchSizes | None = None  # global batch sizes of a batch warmup
+    # Sizes of the global batch during a batch warmup. None: constant.
+    sizes: BatchSizes | None = None
     left_out: SkippedRanges = SkippedRanges()
     ignored_ids: tuple[int, ...] = ()
-    stop: float = inf  # number of samples; later ones fill up the last batch
-    # token ID that ends a document, if documents are masked
+    stop: float = inf  # Number of samples. Later ones only fill up the last batch.
+    # Token ID that ends a document, if documents are masked.
     document_end: int | None = None
 
     def __post_init__(self) -> None:
@@ -168,7 +169,7 @@ class EvaluationSet:
 
     name: str
     loader: BatchLoader
-    steps: int = 1  # number of batches
+    steps: int = 1  # Number of batches.
 
     @classmethod
     def build(

@@ -44,7 +44,7 @@ def mixture_pattern(weights: tuple[int, ...]) -> tuple[Int64s, Int64s]:
     # It must come before the first n at which n * w / W - m, the lag of the source without it,
     # exceeds the bound.
     last = ((earlier + 1) * twice - 1) * period // share + 1
-    samples_from = defaultdict(list)  # keyed by the first allowed position
+    samples_from = defaultdict(list)  # Keyed by the first position that is allowed.
     for sample, place in enumerate(first.tolist()):
         samples_from[place].append(sample)
     pattern = []

@@ -87,7 +87,7 @@ def window_order(
     epoch_key = _hash(seed_key ^ epoch.astype(np.uint64))
     place = place.astype(np.uint64)
     wide = math.isqrt(windows - 1) + 1
-    wide += wide % 2  # with odd sizes only, rotations would never give an odd permutation
+    wide += wide % 2  # If both sizes were odd, the rotations would never give an odd permutation.
     tall = -(-windows // wide)
     place = _turn(place, epoch_key, wide, tall)
     outside = place >= windows
@@ -112,7 +112,7 @@ def _turn(cell: Uint64s, key: Uint64s, wide: int, tall: int) -> Uint64s:
 
 def _hash(x: Uint64s) -> Uint64s:
     """Returns the next output of SplitMix64 from state `x`, modulo 2^64."""
-    x = x + 0x9E3779B97F4A7C15  # 2^64 / golden ratio
+    x = x + 0x9E3779B97F4A7C15  # 2^64 divided by the golden ratio.
     x ^= x >> 30
     x *= 0xBF58476D1CE4E5B9
     x ^= x >> 27

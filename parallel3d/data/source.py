@@ -23,7 +23,7 @@ class Document:
     """A document: the bytes `start` to `stop` of a file. It is the complete file, unless a single
     file is split in two."""
 
-    name: str  # path relative to the folder of the corpus, with slashes on every machine
+    name: str  # Path relative to the folder of the corpus, with slashes on every machine.
     path: Path
     start: int = 0
     stop: int
@@ -73,7 +73,7 @@ def find_documents(config: DataConfig) -> list[Document]:
                 "try the path of a text file or of a folder of them, or data.source=stdlib"
             )
         if root.is_dir():
-            pattern = config.pattern.removeprefix("**/") or "*"  # the search is always recursive
+            pattern = config.pattern.removeprefix("**/") or "*"  # The search is always recursive.
             names = [name for name in walk_files(root) if PurePosixPath(name).match(pattern)]
         else:
             names = [root.name]

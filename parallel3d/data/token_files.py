@@ -37,9 +37,10 @@ TOKENS_JSON = "tokens.json"
 TOKENIZER_JSON = "tokenizer.json"
 Part = Literal["train", "validation"]
 PARTS: tuple[Part, ...] = ("train", "validation")
-PlainName = Annotated[str, AfterValidator(plain_name)]  # name of a file in the same folder
+PlainName = Annotated[str, AfterValidator(plain_name)]  # Name of a file in the same folder.
 Count = Annotated[int, Interval(ge=0, lt=2**63)]
-_OPEN_FILES = 64  # a corpus may have more shards than a process may open files
+# Maximum number of open files. A corpus may have more shards than a process may open.
+_OPEN_FILES = 64
 # Megatron's header: magic, version, dtype code, number of sequences, number of document boundaries.
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -53,7 +54,7 @@ class Shard:
     file: PlainName
     tokens: Count = 0
     documents: Count = 0
-    crc32: int = 0  # CRC-32 of the file
+    crc32: int = 0  # CRC-32 of the file.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,8 @@ class ShardTokenizer:
 
     kind: Literal["bytes", "json"]
     file: PlainName | None = None
-    sha256: str | None = None  # SHA-256 of the file
-    end_of_text: str | None = None  # token that ends a document, if the file does not say
+    sha256: str | None = None  # SHA-256 of the file.
+    end_of_text: str | None = None  # Token that ends a document, if the file does not name one.
 
     @property
     def label(self) -> str:
@@ -74,14 +75,14 @@ class ShardTokenizer:
 class TokensJson:
     """Content of `tokens.json`."""
 
-    # also applies to the classes above
+    # It also applies to the classes above.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     format: Literal[1] = 1
     dtype: Literal["uint16", "uint32"]
     vocab_size: int
     largest_id: int
-    end_of_text: int | None  # ID that ends a document
+    end_of_text: int | None  # ID that ends a document.
     tokenizer: ShardTokenizer | None
     train: tuple[Shard, ...]
     validation: tuple[Shard, ...]
@@ -220,7 +221,7 @@ def _open_megatron(prefix: Path, validation_fraction: float) -> TokenFiles:
         size_bytes = int(starts[-1]) + int(lengths[-1]) * dtype.itemsize
         tokens = size_bytes // dtype.itemsize
         first = tokens - max(round(tokens * validation_fraction), 1)
-        if borders > 2:  # a single document is split
+        if borders > 2:  # A single document is split.
             held_out = min(max(round((borders - 1) * validation_fraction), 1), borders - 2)
             first = int(starts[first_sequences[-1 - held_out]]) // dtype.itemsize
     except OSError as error:

@@ -128,7 +128,7 @@ def build_tokenizer(
     try:
         content = path.read_bytes()
         library = module.Tokenizer.from_str(content.decode())
-    except Exception as error:  # the library raises plain Exception
+    except Exception as error:  # The library raises plain Exceptions.
         raise ConfigError(
             f"{key} = {name}: must be bytes or the path of a tokenizer.json, but "
             f"{path.absolute()} cannot be read ({error}); try bytes"
@@ -144,8 +144,9 @@ def build_tokenizer(
             f"{mark_key} = {mark}: must be the token of {key} = {name} that ends a document; its "
             f"special tokens are {known}"
         )
-    library.add_special_tokens([mark])  # keeps the ID of the token
-    library.encode_special_tokens = True  # text that spells a special token is encoded as text
+    library.add_special_tokens([mark])  # The token keeps its ID.
+    # Text that spells a special token is encoded as ordinary text.
+    library.encode_special_tokens = True
     library.no_truncation()
     library.no_padding()
     return JsonTokenizer(

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from parallel3d.data.order import window_order
 
-TokenIds = NDArray[np.integer]  # uint16, or uint32 for large vocabularies
+TokenIds = NDArray[np.integer]  # uint16, or uint32 for large vocabularies.
 
 
 class TokenStream(Protocol):
@@ -54,7 +54,7 @@ class TokensInMemory:
 
     def read(self, starts: NDArray[np.int64], length: int) -> TokenIds:
         """Returns `length` tokens from each of `starts`, as `[starts, length]`."""
-        every_run: TokenIds = sliding_window_view(self.ids, length)  # a view without a copy
+        every_run: TokenIds = sliding_window_view(self.ids, length)  # A view, without a copy.
         return every_run[starts]
 
 

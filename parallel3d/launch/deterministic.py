@@ -10,22 +10,23 @@ from typing import Any
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Makes torch use only deterministic algorithms for a block, if `wanted`.
+    """Context manager in which torch uses only deterministic algorithms, if `wanted`.
 
     Attention and index sums then use deterministic backward kernels. An operator without one raises
-    RuntimeError. Enter the block before CUDA is used, because cuBLAS reads its workspace size from
-    the environment when it starts."""
+    RuntimeError. Enter it before CUDA is used, because cuBLAS reads its workspace size from the
+    environment when it starts.
+    """
     import torch
 
     if not wanted:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # mypy does not see its attribute, which is defined dynamically.
+    # Any, because mypy does not know its attribute, which is defined dynamically.
     memory: Any = torch.utils.deterministic
     fills = memory.fill_uninitialized_memory
     was_on = torch.are_deterministic_algorithms_enabled()
-    # filling costs time, and no memory is read before it is written
+    # Filling would cost time. No memory is read before it is written.
     memory.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True)
     try:

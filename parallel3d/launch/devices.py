@@ -35,8 +35,8 @@ class Place:
     pid: int
     # Process IDs are comparable only within one PID namespace of one host.
     pid_namespace: str = ""
-    gpu: str = ""  # identifies one GPU among all hosts; "" for a rank on the CPU
-    problem: str = ""  # why the rank has no device
+    gpu: str = ""  # Identifies a GPU among those of all hosts. "" for a rank on the CPU.
+    problem: str = ""  # Why the rank has no device, or "".
 
     @classmethod
     def of_this_process(cls, device: torch.device, problem: str = "") -> Place:

@@ -20,7 +20,7 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.errors import Parallel3dError, RankError, RendezvousError, SaveError, printable
 from parallel3d.launch.signals import ignore_stop_signals
 
-_LONGEST_TRACEBACK = 20_000  # characters, so that a report fits into a pipe
+_LONGEST_TRACEBACK = 20_000  # Maximum length in characters, so that a report fits into a pipe.
 # Words that gloo, NCCL and the store use if a peer has gone.
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused|aborted)|broken pipe|tim(ed|e) ?out|peer"
@@ -43,10 +43,12 @@ class Failure:
     traceback: str = ""
     # The process ended or hangs without a report. `message` says what happened.
     died: bool = False
-    foreseen: bool = False  # a Parallel3dError, which needs no traceback
-    secondary: bool = False  # only a consequence of a lost peer
-    at: float = field(default_factory=time.monotonic)  # clock shared by the processes of a host
-    reporter: int | None = None  # the rank that prints the failure, if ranks monitor each other
+    foreseen: bool = False  # True for a Parallel3dError, which needs no traceback.
+    secondary: bool = False  # True if the failure is only a consequence of a lost peer.
+    # Time of the failure, by a clock that the processes of a host share.
+    at: float = field(default_factory=time.monotonic)
+    # The rank that prints the failure, if ranks monitor each other. None: the launcher.
+    reporter: int | None = None
 
     @classmethod
     def of(cls, error: BaseException, rank: int, parallel: ParallelConfig) -> Failure:
@@ -57,7 +59,7 @@ class Failure:
             message = str(error)
             exit_status = error.exit_status
         elif isinstance(error, SystemExit) and isinstance(error.code, int):
-            exit_status = error.code or exit_status  # a worker that exits early has failed
+            exit_status = error.code or exit_status  # A worker that exits early has failed.
         return cls(
             rank=rank,
             coordinates=str(parallel.coordinates(rank)),
@@ -104,7 +106,7 @@ def print_error(message: str) -> None:
     words and lines, because values from a file can be very long."""
     message = re.sub(r"(\S{80})\S{320,}", r"\1...", printable(message))
     message = re.sub(r"(.{1500}).{400,}", r"\1 ...", message)
-    with suppress(OSError):  # a full disk must not change the exit status
+    with suppress(OSError):  # A full disk must not change the exit status.
         print("error: " + message.replace("\n", "\n       "), file=sys.stderr, flush=True)
 
 
@@ -135,11 +137,12 @@ class _Output:
 
 @contextmanager
 def writing_output() -> Iterator[None]:
-    """Runs a block whose output errors do not interrupt it. Errors of stderr are ignored. At the
-    end, raises SaveError if stdout could not be written."""
-    if sys.stdout is None:  # the next opened file would get its descriptor
+    """Context manager for code that errors of its output must not interrupt. Errors of stderr are
+    ignored. At the end, raises SaveError if stdout could not be written.
+    """
+    if sys.stdout is None:  # Otherwise the next file that is opened would get its descriptor.
         raise SaveError("stdout: is closed; try > /dev/null")
-    with open(os.devnull, "w") as nowhere:  # occupies the descriptor of stderr if that is closed
+    with open(os.devnull, "w") as nowhere:  # It takes the descriptor of stderr, if that is closed.
         stdout: Any = _Output(sys.stdout)
         stderr: Any = _Output(sys.stderr or nowhere)
         with redirect_stdout(stdout), redirect_stderr(stderr):
@@ -183,7 +186,7 @@ def end_process(exit_status: int) -> NoReturn:
     handlers do not run for the same reason. Closing the sockets of this process releases waiting
     peers."""
     ignore_stop_signals()
-    with suppress(OSError, ValueError):  # the reader of the output has gone
+    with suppress(OSError, ValueError):  # The reader of the output may have gone.
         sys.stdout.flush()
         sys.stderr.flush()
     if "torch" in sys.modules:

@@ -61,9 +61,9 @@ _WHY_KILLED = {
         "; all ranks end like this if their fork server is killed, by a user or for lack of memory"
     ),
 }
-# seconds to wait for further reports after a failure; the first is rarely the cause
+# Seconds to wait for further reports after a failure. The first one is rarely the cause.
 REPORTS_S = 1.5
-STRAGGLERS_S = 60.0  # seconds to wait for the other ranks after one is done
+STRAGGLERS_S = 60.0  # Seconds to wait for the other ranks after one is done.
 
 
 def launch_local(
@@ -102,7 +102,7 @@ def launch_local(
     ):
         try:
             context.set_forkserver_preload([*preload, __name__, target.partition(":")[0]])
-            with handled(LAUNCHER_SIGNALS, signal.SIG_IGN):  # inherited by the fork server
+            with handled(LAUNCHER_SIGNALS, signal.SIG_IGN):  # The fork server inherits this.
                 start_fork_server()
             for rank in range(world_size):
                 rendezvous = Rendezvous(
@@ -120,11 +120,11 @@ def launch_local(
                 process.start()
                 coordinates = str(recipe.parallel.coordinates(rank))
                 workers.append(_Worker(rank, coordinates, process, reports))
-                sender.close()  # the worker has its own copy
+                sender.close()  # The worker has its own copy.
             relay.passes_on = True
             failures = _wait_for(workers, Path(folder))
             ends = [worker.process.exitcode for worker in workers]
-            # a worker was killed by the signal before it could save
+            # The signal killed a worker before it could save.
             if relay.passed_on and -relay.passed_on in ends:
                 raise _Stopped(relay.passed_on)
             outcome = _report(failures, world_size, verbose)
@@ -235,7 +235,7 @@ def _report(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunO
     line = cause.line()
     alike = [each for each in failures if each.message == cause.message]
     if cause.foreseen and len(alike) == world_size:
-        line = cause.message  # all ranks report the same error, which is about the run
+        line = cause.message  # All ranks report the same error, which is about the run.
     print_error(line + cause.traceback_for_user(verbose=verbose))
     return replace(RunOutcome.of(cause), reason=line.partition("\n")[0])
 
@@ -278,10 +278,10 @@ def _run_worker(
     if "OMP_NUM_THREADS" not in os.environ:
         threads = max(1, cores() // rendezvous.local_world_size)
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        if "torch" in sys.modules:  # the fork server imported torch before the variable was set
+        if "torch" in sys.modules:  # The fork server imported torch before the variable was set.
             sys.modules["torch"].set_num_threads(threads)
     if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
-        # the hostname may resolve to another address
+        # The host name may resolve to the address of another interface.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         module, _, name = target.partition(":")
@@ -308,7 +308,7 @@ def _die_with_the_launcher(folder: Path) -> None:
     def follow() -> None:
         launcher.join()
         shutil.rmtree(folder, ignore_errors=True)
-        # the folder with the socket of the fork server
+        # The folder with the socket of the fork server.
         shutil.rmtree(get_temp_dir(), ignore_errors=True)
         if os.getppid() == fork_server:
             os.kill(fork_server, signal.SIGKILL)
@@ -333,12 +333,12 @@ class SignalRelay:
         self._workers = workers
         self._saves = saves
         self.passes_on = False
-        self.passed_on = 0  # signal that was forwarded, or 0
+        self.passed_on = 0  # The signal that was forwarded, or 0.
         self._passed_on_at = 0.0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if signum == SAVE_SIGNAL:
-            if self._saves:  # workers ignore it while they start
+            if self._saves:  # Workers ignore the signal while they start.
                 self._pass_on(signum)
             return
         same_s = _SAME_CTRL_C_S if signum == signal.SIGINT else _SAME_SIGNAL_S

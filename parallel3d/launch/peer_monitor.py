@@ -35,8 +35,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 # Seconds for a rank that learns of a failure to report its own.
 _GRACE_S = 2.5
-_HURRY_S = 0.1  # seconds between two checks after a rank has failed
-_FAILURE = "failure"  # key of the first failure; `told/RANK` confirms that a rank has read it
+_HURRY_S = 0.1  # Seconds between two checks after a rank has failed.
+# Key of the first failure in the store. `told/RANK` confirms that a rank has read it.
+_FAILURE = "failure"
 
 
 class ReportedError(RankError):
@@ -71,8 +72,8 @@ class PeerMonitor:
         self._speaker = min({*self._neighbours} - {0}, default=0)
         self._detector = HangDetector(hosts, hosts[rank])
         self._closed = threading.Event()
-        self._ending = threading.Lock()  # held by the thread that ends the process
-        self._found: Future[Failure] = Future()  # set by the monitoring thread
+        self._ending = threading.Lock()  # Held by the thread that ends the process.
+        self._found: Future[Failure] = Future()  # Set by the monitoring thread.
         # A store on a lost host never answers, so requests run in a separate thread.
         self._requests = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._thread = threading.Thread(target=self._monitor, name="peer-monitor", daemon=True)
@@ -97,7 +98,7 @@ class PeerMonitor:
         cause = found or self._publish(failure)
         is_ours = cause.reporter == self._rank
         if not is_ours:
-            time.sleep(0.5)  # launchers report the process that ends first
+            time.sleep(0.5)  # Launchers report the process that ends first.
         self._wait_for_readers(cause)
         self._closed.set()
         return ReportedError(failure if cause.rank == self._rank else cause, is_ours)
@@ -191,7 +192,7 @@ class PeerMonitor:
         """Waits for the report of another rank. If none comes, reports a rank without heartbeat."""
         others = [each for each in self._ranks if each != self._rank]
         before: dict[int, Beat] = {}
-        with suppress(RuntimeError):  # the monitoring thread reports a lost store
+        with suppress(RuntimeError):  # The monitoring thread reports a lost store.
             before = self._ask(self._read_beats, others)
         with suppress(TimeoutError):
             return self._found.result(timeout=_GRACE_S)
@@ -227,7 +228,7 @@ class PeerMonitor:
         text = json.dumps(asdict(own))
         try:
             return _parse_failure(self._ask(self._store.compare_set, _FAILURE, "", text))
-        except RuntimeError:  # the store has gone
+        except RuntimeError:  # The store has gone.
             return replace(own, reporter=self._speaker) if failure.rank == 0 else own
 
     def _failure_of(self, rank: int, message: str) -> Failure:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-_STORE_S = 10.0  # seconds after which a store counts as gone
+_STORE_S = 10.0  # Seconds without an answer after which a store counts as gone.
 _POLL_S = 0.05
 _STARTED = "started"
 
@@ -90,7 +90,7 @@ class Rendezvous:
 
 @contextmanager
 def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.device]:
-    """Opens the default process group for a block, which gets the device of this rank.
+    """Context manager that opens the default process group and yields the device of this rank.
 
     The group uses gloo, and NCCL for tensors on GPUs. Objects, barriers and background saves use
     gloo, because GPU work is queued in order and may delay them.
@@ -139,7 +139,7 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
     except (Exception, SystemExit) as error:
         if monitor is None:
             raise
-        ignore_stop_signals()  # launchers send stop signals when a peer ends
+        ignore_stop_signals()  # Launchers send stop signals when a peer ends.
         raise monitor.report(Failure.of(error, rank, recipe.parallel)) from error
     _leave(monitor)
 
@@ -215,7 +215,7 @@ def join_attempt(rendezvous: Rendezvous, timeout_s: float) -> Rendezvous:
     torchrun create a store for each attempt."""
     if not _is_of_torchrun():
         return replace(rendezvous, is_restart=was_requeued())
-    die_with_the_parent()  # a killed torchrun does not end its workers
+    die_with_the_parent()  # A killed torchrun does not end its workers.
     rank = rendezvous.rank
     size = rendezvous.world_size
     own_key = f"{uuid4().hex} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"

@@ -36,7 +36,7 @@ _RUN_FILES = (
     "config.yaml",
     "metrics.jsonl*",
 )
-# Files that a run overwrites -> bytes that each contains if a run has written it.
+# Files that a run overwrites, and bytes that each contains if a run has written it.
 _MARKS = {
     "config.yaml": b"\nlocal_sgd:",
     "metrics.jsonl": b'"tokens_per_s_per_device"',
@@ -49,7 +49,7 @@ class RunOutcome:
     """Outcome of a run, as `outcome.json` contains it."""
 
     exit_status: int = 0
-    rank: int | None = None  # rank that failed, if any
+    rank: int | None = None  # The rank that failed, or None.
     reason: str | None = None
 
     @property
@@ -156,7 +156,7 @@ def begin_run(recipe: Recipe) -> list[str]:
                 f"moved an earlier run from {run_dir} to {earlier} (checkpoint.resume = none)"
             )
         run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "metrics.jsonl").touch()  # marks config.yaml as written by a run
+        (run_dir / "metrics.jsonl").touch()  # Marks config.yaml as written by a run.
         (run_dir / "outcome.json").unlink(missing_ok=True)
         write_atomically(run_dir / "config.yaml", to_yaml(recipe))
     return notes
@@ -169,7 +169,7 @@ def _move_run(run_dir: Path, earlier: Path) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         path.rename(target)
         if path.parent != run_dir:
-            with suppress(OSError):  # the folder contains other files
+            with suppress(OSError):  # The folder may contain other files.
                 path.parent.rmdir()
 
 

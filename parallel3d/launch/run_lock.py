@@ -17,16 +17,16 @@ from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError, RunLockedError, printable
 
 LOCK_FILE = "run.lock"
-# seconds that a file server may need to notice that the host of an earlier attempt has gone
+# Seconds that a file server may need to notice that the host of an earlier attempt has gone.
 RESTART_S = 120.0
 _POLL_S = 0.5
-_MARK = "a run ("  # prefix of a lock file
+_MARK = "a run ("  # Beginning of a lock file.
 
 
 @contextmanager
 def locked(run_dir: str | Path, *, is_restart: bool = False) -> Iterator[str]:
-    """Locks the folder of a run for a block, and creates it if necessary. Yields a line for the
-    user if an earlier run ended without releasing the lock.
+    """Context manager that locks the folder of a run, and creates it if necessary. Yields a line
+    for the user if an earlier run ended without releasing the lock.
 
     `is_restart` says that a launcher has restarted this job. It then waits up to RESTART_S for the
     lock. Raises RunLockedError if another run holds it, and ConfigError if the folder cannot be
@@ -57,7 +57,7 @@ def locked(run_dir: str | Path, *, is_restart: bool = False) -> Iterator[str]:
     try:
         yield notice
     finally:
-        with suppress(OSError):  # already removed
+        with suppress(OSError):  # It may already be removed.
             path.unlink()
         os.close(fd)
 

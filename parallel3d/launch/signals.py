@@ -19,7 +19,7 @@ from types import FrameType
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAVE_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
-LAUNCHER_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL)  # signals that a launcher forwards to its workers
+LAUNCHER_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL)  # Signals that a launcher forwards to its workers.
 
 
 def signal_name(signum: int) -> str:
@@ -32,8 +32,8 @@ class StopRequest:
     """Request set by signals in this process and polled once per step. Repeated signals change
     nothing here, because the launcher handles a second Ctrl-C."""
 
-    signum: int = 0  # signal that asks for an end, or 0
-    wants_save: bool = False  # SIGUSR1 has come since the last save
+    signum: int = 0  # The signal that asks the run to end, or 0.
+    wants_save: bool = False  # True if SIGUSR1 has come since the last save.
 
     def is_answered(self) -> None:
         """Stops the timer of `checkpoint.grace_s` after the requested save."""
@@ -51,8 +51,8 @@ def heeded_stop_signals() -> list[signal.Signals]:
 def catch_stop_signals(
     grace_s: float | None, too_late: Callable[[int], Exception]
 ) -> Iterator[StopRequest]:
-    """Turns signals into a request until the end of the block, on the main thread only. Signals
-    that this process ignores stay ignored.
+    """Context manager that turns signals into a request, on the main thread only. Signals that this
+    process ignores stay ignored.
 
     If the request is not answered within `grace_s` after the first stop signal, the exception from
     `too_late(signum)` is raised in the main thread."""
@@ -91,8 +91,9 @@ def handled(
     signals: Iterable[signal.Signals],
     handler: Callable[[int, FrameType | None], object] | signal.Handlers,
 ) -> Iterator[None]:
-    """Installs `handler` for these signals until the end of the block. Python delivers signals only
-    to the main thread, so this does nothing in other threads."""
+    """Context manager that installs `handler` for these signals. Python delivers signals only to
+    the main thread, so this does nothing in other threads.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     before = {signum: signal.signal(signum, handler) for signum in (signals if is_main else ())}
     try:
@@ -107,5 +108,5 @@ def die_with_the_parent() -> None:
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent ended before the call
+        if os.getppid() != parent:  # The parent ended before the call.
             os.kill(os.getpid(), signal.SIGKILL)

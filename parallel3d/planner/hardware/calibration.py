@@ -21,7 +21,9 @@ Rows = tuple[tuple[float, float, float], ...]
 
 
 def seconds_at(points: Points, size: float) -> float:
-    """Interpolates the seconds for a size. The rate is constant beyond the ends."""
+    """Interpolates the seconds for a size. The rate is constant beyond the ends, and the result is
+    0 for sizes up to 0.
+    """
     if size <= 0:
         return 0.0
     smallest, _ = points[0]
@@ -31,7 +33,7 @@ def seconds_at(points: Points, size: float) -> float:
 
 
 def beyond_smallest_s(points: Points, size: float) -> float:
-    """Returns the seconds for this size minus those for the smallest size."""
+    """Returns the seconds for this size minus those for the smallest size, but at least 0."""
     _, least_s = points[0]
     return max(0.0, seconds_at(points, size) - least_s)
 
@@ -66,11 +68,11 @@ class Overhead:
     """Framework overhead in seconds (dispatch, Python, small messages), independent of tensor
     sizes."""
 
-    block: float  # per block and microbatch, forward and backward pass
-    microbatch: float  # per microbatch, including embedding, head and loss
-    layer: float  # per layer and step
+    block: float  # Per block and microbatch, in the forward and backward pass together.
+    microbatch: float  # Per microbatch, including embedding, head and loss.
+    layer: float  # Per layer and step.
     step: float  # per step
-    parameter: float  # per parameter of the rank and step
+    parameter: float  # Per parameter of the rank and step.
 
     def plus(self, other: Overhead, factor: float = 1.0) -> Overhead:
         """Returns this overhead plus `factor` times the other one."""
@@ -94,12 +96,12 @@ class AttentionRates:
 class OneProcess:
     """Measurements of a single process with a given number of threads, or one GPU."""
 
-    matmul: Mapping[str, Rows]  # by precision
-    attention: Mapping[str, AttentionRates]  # by precision
+    matmul: Mapping[str, Rows]  # Keyed by precision.
+    attention: Mapping[str, AttentionRates]  # Keyed by precision.
     # Seconds per byte of a block's other operators, as if each group were one kernel.
     byte_s: float
-    gradient_s: float  # seconds per element to accumulate a weight gradient
-    logit_s: float  # seconds of the loss per logit, forward and backward pass
+    gradient_s: float  # Seconds per element to accumulate a weight gradient.
+    logit_s: float  # Seconds of the loss per logit, in the forward and backward pass together.
     overhead: Overhead
     # Seconds added to a block by each kind of recompute, in addition to the repeated kernels.
     recompute: Mapping[str, float]
@@ -110,11 +112,11 @@ class ManyRanks:
     """Measurements of several ranks on one host: overhead per axis, messages and pipeline
     actions."""
 
-    contention: float  # slowdown of equal work in addition to the smaller share of cores
-    action_s: float  # overhead of each pipeline action in seconds
-    transfer: Points  # a message between two stages, by bytes
-    axes: Mapping[str, Overhead]  # overhead of an axis of this size
-    # collectives of tp layers, by kind and by bytes of the full tensor
+    contention: float  # Slowdown of equal work, in addition to the smaller share of cores.
+    action_s: float  # Overhead of each pipeline action in seconds.
+    transfer: Points  # Seconds of a message between two stages, by its bytes.
+    axes: Mapping[str, Overhead]  # Overhead of each axis of this size.
+    # Seconds of the collectives of tp layers, by kind and by the bytes of the full tensor.
     collectives: Mapping[str, Points]
 
 
@@ -128,8 +130,8 @@ class Calibration:
 
     cores: int
     synchronous: bool
-    processes: Mapping[int, OneProcess]  # keyed by number of threads
-    ranks: Mapping[int, ManyRanks]  # keyed by number of ranks
+    processes: Mapping[int, OneProcess]  # Keyed by the number of threads.
+    ranks: Mapping[int, ManyRanks]  # Keyed by the number of ranks.
 
     def process(self, ranks: int) -> OneProcess:
         """Returns the measurement of one of `ranks` processes that share the cores of a host."""
@@ -137,15 +139,18 @@ class Calibration:
         return self.processes[_nearest(self.processes, threads)]
 
     def together(self, ranks: int) -> ManyRanks | None:
-        """Returns the measurement with this number of ranks or the next smaller one, or None if no
-        host is shared."""
+        """Returns the measurement with the largest number of ranks up to `ranks`, or else with the
+        smallest one. Returns None for a single rank or if nothing was measured.
+        """
         if not self.ranks or ranks == 1:
             return None
         return self.ranks[_nearest(self.ranks, ranks)]
 
     def overhead(self, axis: str, size: int) -> Overhead:
-        """Returns the overhead of an axis, scaled by the logarithm of its size from the next
-        smaller measured size."""
+        """Returns the overhead of an axis. It is scaled by the logarithm of the size, from the
+        largest measured size up to it, or else from the smallest. It is 0 if the size is 1 or the
+        axis was not measured.
+        """
         sizes = [n for n, each in self.ranks.items() if axis in each.axes]
         if size == 1 or not sizes:
             return NO_OVERHEAD
@@ -155,7 +160,9 @@ class Calibration:
 
     def collective_s(self, kind: str, size: int, bytes_: float) -> float:
         """Returns the seconds of a collective minus those of the smallest message, which the axis
-        overhead includes."""
+        overhead includes. They are scaled by the logarithm of the size, and 0 if nothing was
+        measured.
+        """
         if size == 1 or not self.ranks:
             return 0.0
         near = _nearest(self.ranks, size)

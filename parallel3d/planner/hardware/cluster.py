@@ -27,7 +27,7 @@ AnyLink = TypeVar("AnyLink", bound="Link")
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """Dense peak TFLOP/s by precision."""
+    """Dense peak TFLOP/s by precision. A missing precision has the bf16 peak."""
 
     bf16: Positive
     fp16: Positive | None = None
@@ -50,18 +50,18 @@ class Device:
 
     peak_tflops: Peaks
     attention_tflops: AttentionPeaks
-    memory_gib: Positive  # usable by one process
+    memory_gib: Positive  # Memory in GiB that one process can use.
     memory_gb_per_s: Positive
-    processors: Count  # SMs or CUs
-    matmul_efficiency: Share  # fraction of the peak that a large matmul sustains
-    memory_efficiency: Share  # fraction of the bandwidth that a streaming kernel sustains
+    processors: Count  # Number of SMs or CUs.
+    matmul_efficiency: Share  # Fraction of the peak that a large matmul sustains.
+    memory_efficiency: Share  # Fraction of the bandwidth that a streaming kernel sustains.
     name: str = ""
-    family: str = ""  # architecture, for example hopper
-    cuda_names: tuple[str, ...] = ()  # names that CUDA reports for the device
-    kernel_s: Positive = 2.0e-6  # start and drain of one kernel
-    launch_s: Positive = 6.0e-6  # host time to launch one kernel
-    price_per_hour: Positive | None = None  # US dollars
-    price_from: str | None = None  # price list and its date
+    family: str = ""  # Architecture, for example hopper.
+    cuda_names: tuple[str, ...] = ()  # Names that CUDA reports for the device.
+    kernel_s: Positive = 2.0e-6  # Seconds to start and drain one kernel.
+    launch_s: Positive = 6.0e-6  # Seconds of the host to launch one kernel.
+    price_per_hour: Positive | None = None  # Price of one device in US dollars.
+    price_from: str | None = None  # Price list and its date.
 
     @property
     def is_cpu(self) -> bool:
@@ -99,7 +99,7 @@ class Link:
     """Link between neighbours of a ring, per direction."""
 
     gb_per_s: Positive
-    latency_us: NonNegative  # per hop
+    latency_us: NonNegative  # Latency per hop in microseconds.
     efficiency: Share
 
     @property
@@ -165,9 +165,10 @@ class Cluster:
     device: Device
     node: NodeLink
     network: Network
-    device_file: str = ""  # name of the hardware file of the device, without suffix
-    scales: Scales = Scales()  # corrections that `with_scales` applied
-    measured: Calibration | None = None  # results of `calibrate`
+    device_file: str = ""  # Name of the device's hardware file, without suffix.
+    scales: Scales = Scales()  # Corrections that `with_scales` has applied.
+    # Results of `parallel3d-plan calibrate`. None: not calibrated.
+    measured: Calibration | None = None
 
     @property
     def gpus_per_node(self) -> int:
@@ -241,8 +242,9 @@ def load_cluster(name: str, folders: list[Path]) -> Cluster:
 
 
 def cluster_of_cuda(cuda_name: str, folders: list[Path]) -> Cluster | None:
-    """Returns the cluster of a device by its CUDA name, in its usual nodes, or None if no file
-    lists it."""
+    """Returns the cluster of a device by its CUDA name, in its usual nodes, or None if no device
+    file lists the name.
+    """
     paths = (path for folder in folders for path in sorted(folder.glob("*.yaml")))
     clusters = (load_cluster(str(path), folders) for path in paths)
     named = (cluster for cluster in clusters if cuda_name in cluster.device.cuda_names)
@@ -320,7 +322,7 @@ def with_links(
     node_gb_per_s: float | None,
     gpus_per_node: int | None,
 ) -> Cluster:
-    """Returns the cluster with other links or another node size. None keeps the value."""
+    """Returns the cluster with different links or a different node size. None keeps the value."""
     node = cluster.node
     network = cluster.network
     if network_gb_per_s is not None:
@@ -333,8 +335,9 @@ def with_links(
 
 
 def with_scales(cluster: Cluster, scales: Scales) -> Cluster:
-    """Returns the cluster slowed down by the scales: sustained rates, kernel, launch and link
-    latencies."""
+    """Returns the cluster with sustained rates, kernel times, launch times and links slowed down by
+    `scales`. `scales.memory` is only stored.
+    """
     device = cluster.device
     slower = scales.arithmetic
     attention = device.attention_tflops

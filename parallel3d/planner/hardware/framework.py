@@ -25,25 +25,25 @@ class FrameworkProfile:
 
     name: str
     # kernels
-    quality: float = 1.04  # factor on the step time, fitted by score.stack_quality
+    quality: float = 1.04  # Factor on the step time, fitted by `score.stack_quality`.
     attention: Literal["flash", "softmax"] = "flash"
     # Memory traffic of norms, activations, residuals and RoPE. 1 means one kernel per group.
     elementwise: float = 3.0
     dropout: bool = False
     # communication
-    action_s: float = 0.0  # seconds between two actions of a pipeline rank
+    action_s: float = 0.0  # Seconds between two actions of a pipeline rank.
     # layouts
-    axes: tuple[str, ...] = ()  # axes in addition to tp, pp and data parallelism: "cp", "ep"
+    axes: tuple[str, ...] = ()  # Axes in addition to tp, pp and data parallelism: "cp", "ep".
     splits_optimizer_alone: bool = False  # True if the default sharding is ZeRO-1
     # bytes per parameter, before sharding
     weight_bytes: float = 2.0  # weights used in matmuls
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 12.0  # float32 weights and two Adam moments
-    state_bytes: float = 8.0  # part of `optimizer_bytes` that the first optimizer step allocates
+    state_bytes: float = 8.0  # Part of `optimizer_bytes` that the first optimizer step allocates.
     reduce_bytes: float = 2.0  # gradients in a reduction
     # bytes of activations
     fused_mlp: bool = False  # True if silu(gate) of SwiGLU is not saved
-    logit_bytes: float = 6.0  # live bytes per logit at the loss
+    logit_bytes: float = 6.0  # Live bytes per logit at the loss.
     # bytes outside the model
     cache_bytes: float = 3e9  # cuBLAS workspaces and cached blocks of other sizes
     context_bytes: float = 1.5e9  # CUDA context, cuBLAS and NCCL, outside the allocator
@@ -87,7 +87,7 @@ STACKS = {stack.name: stack for stack in (EAGER, FUSED, COMPILED, JAX, SOFTMAX)}
 PARALLEL3D = replace(
     EAGER,
     name="parallel3d",
-    action_s=1e-4,  # Python overhead
+    action_s=1e-4,  # Overhead of Python.
     weight_bytes=4.0,  # FSDP2 keeps float32 and computes with an all-gathered 16-bit copy
     optimizer_bytes=8.0,
     reduce_bytes=4.0,
@@ -112,8 +112,8 @@ FRAMEWORKS = {
 def in_precision(framework: FrameworkProfile, precision: str) -> FrameworkProfile:
     """Returns the framework with the bytes of a precision.
 
-    In pure bf16 weights, gradients and states have 16 bits. In pure bf16 and float32 the weights
-    have no second copy.
+    With bf16_pure, weights, gradients and states have 16 bits. With bf16_pure and fp32, there is no
+    second copy of the weights.
     """
     states = framework.state_bytes
     if precision == "fp32":

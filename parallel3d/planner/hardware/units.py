@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 GIB = 2**30
-ROUNDED = 1 - 1e-9  # keeps a lower bound valid whatever the order of its sums
+# Factor that keeps a lower bound below the exact value despite rounding in its sums.
+ROUNDED = 1 - 1e-9
 
 
 def rounded(value: object, digits: int = 5) -> Any:

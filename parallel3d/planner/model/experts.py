@@ -12,13 +12,13 @@ class Experts:
 
     count: int
     per_token: int
-    hidden: int  # hidden size of one expert
-    shared_hidden: int = 0  # total hidden size of the shared experts
+    hidden: int  # Hidden size of one expert.
+    shared_hidden: int = 0  # Hidden size of all shared experts together.
     shared_gate: bool = False  # True if a gate scales each token's shared output (Qwen 2)
     router_bias: bool = False  # True if a bias per expert balances the router (DeepSeek V3)
     # Number of first layers with a dense feed-forward layer of `ffn_hidden` instead of experts.
     dense_layers: int = 0
-    # Largest number of groups (nodes) that a token's experts may belong to, or None.
+    # Largest number of groups (nodes) over which the experts of a token may spread. None: no limit.
     most_groups: int | None = None
 
 
@@ -30,8 +30,10 @@ class LatentAttention:
     key. That part of the key is shared by all heads.
     """
 
-    query_rank: int | None  # None if queries are projected from the hidden features directly
+    # Rank of the queries' low-rank vectors. None: queries are projected from the hidden features
+    # directly.
+    query_rank: int | None
     key_value_rank: int
-    turned: int  # features per head of queries and keys with RoPE
-    plain: int  # features per head of queries and keys without RoPE
-    value: int  # features per head of values
+    turned: int  # Features per head of queries and keys with RoPE.
+    plain: int  # Features per head of queries and keys without RoPE.
+    value: int  # Features per head of values.

@@ -19,13 +19,14 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.model.experts import Experts, LatentAttention
 from parallel3d.planner.model.shapes import ModelShape, from_config
 
-# Keys that select MoE layers, with the values for experts in all layers after the first ones.
+# Keys that select the MoE layers, and the values with which all layers after the first ones have
+# experts.
 _EXPERT_LAYERS: dict[str, Any] = {
     "decoder_sparse_step": 1,
     "moe_layer_freq": 1,
     "mlp_only_layers": [],
 }
-# Defaults of transformers for keys that a Gemma 3 config omits.
+# Defaults of Hugging Face Transformers for keys that a Gemma 3 config omits.
 _GEMMA3 = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
@@ -52,7 +53,7 @@ PLANNED_FAMILIES: dict[str, dict[str, Any]] = {
 
 
 class _Keys(NamedTuple):
-    """The integers of a config.json. Other numbers raise ConfigError."""
+    """Reads integers from a config.json. Other values raise ConfigError."""
 
     said: Mapping[str, Any]
     path: Path
@@ -111,7 +112,9 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
 
 
 def _experts(keys: _Keys) -> Experts | None:
-    """Reads the experts by the key names of Mixtral, Qwen and DeepSeek."""
+    """Returns the experts of a config that uses the key names of Mixtral, Qwen or DeepSeek, or None
+    for a dense model.
+    """
     count = None
     for key in ("num_local_experts", "num_experts", "n_routed_experts"):
         count = count or keys.optional(key)
@@ -157,7 +160,7 @@ def hf_config_notes(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def window_notes(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a note on how the plan treats a window."""
+    """Yields a note on how the plan treats a sliding window, if there is one."""
     if layers := windowed_layers(config):
         yield (
             f"sliding_window {sliding_window(config)} of config.json: attention is windowed in the "

@@ -32,8 +32,8 @@ class MuonMatrix:
 class MuonCosts:
     """Bytes and iterations of Muon. AdamW updates all other parameters."""
 
-    state_bytes: int  # per element of the momentum
-    item_bytes: int  # per element in the all-to-all and in the iterations
+    state_bytes: int  # Bytes per element of the momentum.
+    item_bytes: int  # Bytes per element in the all-to-all and in the iterations.
     iterations: int
 
 
@@ -42,7 +42,7 @@ def muon_matrices(shape: ModelShape, tp: int, shards: int) -> tuple[MuonMatrix, 
     """Returns the matrices of a block in parameter order, rows sharded over `shards` ranks."""
     found: list[MuonMatrix] = []
     for full, part in zip(hidden_tables(shape, 1), hidden_tables(shape, tp), strict=True):
-        ranks = full.numel // part.numel  # number of tp ranks that share the matrix
+        ranks = full.numel // part.numel  # Number of tp ranks that share the matrix.
         own = part.shard(shards) // part.times
         matrix = MuonMatrix((full.rows, full.columns), shards * ranks, own)
         found += [matrix] * full.times
@@ -67,7 +67,7 @@ def muon_step_bytes(matrices: tuple[MuonMatrix, ...], *, ranks: int, item_bytes:
         if ranks == 1:
             most = max(most, sent + max(wide, iterating))
             continue
-        # bytes for all ranks that hold a part
+        # Bytes of the results for all ranks that hold a part.
         results = item_bytes * sum(matrix.numel * ranks / matrix.parts for matrix in owned)
         exchanging = sent + max(sent, full)
         scattering = results + max(results, sent)

@@ -1,9 +1,9 @@
 """Parameter counts per tensor, tp rank and data-parallel shard, and FLOPs per token by the common
 definitions.
 
-If there are fewer key-value heads than tp ranks, parallel3d computes keys and values unsharded on
-each rank. Megatron-LM repeats each head on tp / kv_heads ranks. The last shard of a vocabulary may
-be smaller than the others.
+If tp does not divide the key-value heads, parallel3d keeps their weights unsharded on each rank.
+Megatron-LM repeats each head on tp / kv_heads ranks. The last shard of a vocabulary may be smaller
+than the others.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ FlopsDefinition = Literal["model", "palm", "megatron_recompute", "blocks_recompu
 
 @dataclass(frozen=True)
 class Table:
-    """A parameter on a tp rank. Vectors have one column. `times` is the number of equal
-    parameters."""
+    """A parameter on a tp rank, as a matrix. A vector has one column. `times` is the number of
+    equal parameters.
+    """
 
     rows: int
     columns: int = 1
@@ -230,8 +231,9 @@ def reported_flops_per_token(shape: ModelShape, seq_len: int, definition: FlopsD
     head = shape.vocab * shape.hidden
     return {
         "model": model_flops_per_token(shape, seq_len),
-        "palm": 6 * active_parameters(shape) + attention,  # all parameters, including embeddings
-        # SC21, equation 3: forward pass of the blocks twice
+        # All active parameters, including embeddings.
+        "palm": 6 * active_parameters(shape) + attention,
+        # Narayanan et al. 2021 (SC21), equation 3: the forward pass of the blocks runs twice.
         "megatron_recompute": 8 * blocks + 6 * head + attention * 4 / 3,
         "blocks_recompute": 8 * blocks,
         "causal": 6 * (blocks + head) + attention / 2,

@@ -62,11 +62,12 @@ class RunLayout(FrameworkLayout):
     """
 
     microbatches: int = 1
-    expert_tp: int = 1  # ranks that share one expert
-    parameter_shards: int = 1  # ranks that share one parameter (ZeRO-3), or 1 if unsharded
+    expert_tp: int = 1  # Number of ranks that share one expert.
+    # Number of ranks that share one parameter (ZeRO-3), or 1 if it is unsharded.
+    parameter_shards: int = 1
     gradient_shards: int = 1
     optimizer_shards: int = 1
-    recompute_every: int = 1  # one of this many blocks is recomputed
+    recompute_every: int = 1  # One block in this many is recomputed.
 
     @property
     def expert_replicas(self) -> int:
@@ -116,8 +117,9 @@ class PlannedRun:
 
     @property
     def rank_vocab(self) -> int:
-        """Rows of the embedding table on a tp rank, padded to 128 like Megatron-LM for other
-        frameworks."""
+        """Rows of the embedding table on a tp rank. Other frameworks pad the table to a multiple of
+        128 tp rows, like Megatron-LM.
+        """
         step = 1 if self.framework.is_parallel3d else 128
         return largest_shard(self.shape.vocab, step * self.layout.tp) * step
 
@@ -128,7 +130,7 @@ class PlannedRun:
 
     @property
     def runs_parallel3d(self) -> bool:
-        """True if parallel3d runs it in one of its own layouts."""
+        """True if parallel3d runs the job, in a layout without axes of other frameworks."""
         return self.framework.is_parallel3d and self.layout.sharding is not None
 
     @cached_property
@@ -196,7 +198,9 @@ class PlannedRun:
 
     @property
     def _layers(self) -> tuple[int, ...]:
-        """Layers of each stage. parallel3d balances stages by cost (`balance`)."""
+        """Layers of each stage: those of `stage_boundaries`, or else balanced by cost for
+        parallel3d and by number for other frameworks.
+        """
         layers = self.shape.layers
         layout = self.layout
         if layout.stage_boundaries is not None:
@@ -212,7 +216,7 @@ class PlannedRun:
 
     @cached_property
     def ranks(self) -> tuple[StageSlice, ...]:
-        """The layers and ends of each pipeline rank, all its stages together."""
+        """Layers, embedding and head of each pipeline rank, over all of its stages."""
         return _together(self.stages, self.placement)
 
     def stages_of(self, rank: int) -> tuple[tuple[StageSlice, int], ...]:
@@ -267,7 +271,7 @@ def _together(stages: tuple[StageSlice, ...], placement: tuple[int, ...]) -> tup
 
 @lru_cache(maxsize=4096)
 def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
-    """Splits the layers like the trainer, by `ModelConfig.part_costs`."""
+    """Splits the layers as the trainer does, by the costs of `ModelConfig.part_costs`."""
     costs = PartCosts.of(
         block_weights=block_weights(shape),
         hidden=shape.hidden,

@@ -27,23 +27,23 @@ class ModelShape:
     hidden: int
     heads: int
     kv_heads: int
-    head_dim: int  # features per head
+    head_dim: int  # Number of features per head.
     ffn_hidden: int
     vocab: int
     feed_forward: FeedForward = "swiglu"
     positions: Positions = "rope"
-    position_rows: int = 0  # rows of a learned position table
+    position_rows: int = 0  # Number of rows of a learned position table.
     tied_embeddings: bool = False
-    biases: bool = False  # biases of all linear layers (GPT)
-    qkv_biases: bool = False  # biases of q, k and v only (Qwen 2)
-    qk_norm: bool = False  # RMSNorm of queries and keys per head (Qwen 3)
-    layer_norm: bool = False  # LayerNorm with weight and bias instead of RMSNorm
-    embedding_norm: bool = False  # norm after the embedding (BLOOM)
-    block_norms: int = 2  # norms per block (Gemma 2 and 3 have four)
-    qk_norm_whole: bool = False  # RMSNorm of queries and keys over all heads (OLMoE)
-    window: int | None = None  # attention window in `windowed_layers` of the layers, in tokens
+    biases: bool = False  # True if all linear layers have biases (GPT).
+    qkv_biases: bool = False  # True if only q, k and v have biases (Qwen 2).
+    qk_norm: bool = False  # True if each head of queries and keys has an RMSNorm (Qwen 3).
+    layer_norm: bool = False  # True if norms are LayerNorms with weight and bias, not RMSNorms.
+    embedding_norm: bool = False  # True if a norm follows the embedding (BLOOM).
+    block_norms: int = 2  # Number of norms per block. Gemma 2 and 3 have four.
+    qk_norm_whole: bool = False  # True if queries and keys have an RMSNorm over all heads (OLMoE).
+    window: int | None = None  # Attention window, in tokens, of `windowed_layers` of the layers.
     windowed_layers: int = 0
-    experts: Experts | None = None  # None for a dense model
+    experts: Experts | None = None  # None: a dense model.
     latent: LatentAttention | None = None
     # Parts that the trainer has no module for, or "".
     lacks_module: str = ""
@@ -72,7 +72,7 @@ class ModelShape:
 
     @property
     def first_dense(self) -> int:
-        """Number of first layers without experts in an MoE model."""
+        """Number of layers at the start of an MoE model that have no experts."""
         if self.experts is None:
             return 0
         return self.experts.dense_layers
@@ -95,7 +95,7 @@ class ModelShape:
 
     @property
     def norm_vectors(self) -> int:
-        """Vectors per norm: the weight, and the bias of a LayerNorm."""
+        """Number of parameter vectors of a norm: the weight and, for a LayerNorm, the bias."""
         if self.layer_norm:
             return 2
         return 1
@@ -108,7 +108,7 @@ class StageSlice:
     layers: int
     embedding: bool
     head: bool
-    dense: int = 0  # MoE model layers without experts
+    dense: int = 0  # Number of layers without experts, in an MoE model.
 
     def plus(self, other: StageSlice) -> StageSlice:
         return StageSlice(

@@ -14,12 +14,12 @@ class OptimizerMemory:
     """Memory effects of optimizer, dropout, documents and loss. The default is AdamW with float32
     master weights."""
 
-    state_bytes: float = 8.0  # optimizer states, per parameter
+    state_bytes: float = 8.0  # Bytes of optimizer states per parameter.
     # Muon for the matrices of blocks. `state_bytes` then applies to all other parameters.
     muon: MuonCosts | None = None
-    has_dropout: bool = False  # dropout between layers
+    has_dropout: bool = False  # True if there is dropout between layers.
     has_attention_dropout: bool = False
-    has_documents: bool = False  # attention masked to documents
+    has_documents: bool = False  # True if attention is masked to documents.
     # Tokens per chunk of logits, or None for the trainer's choice.
     loss_chunk_tokens: int | None = None
 
@@ -80,7 +80,7 @@ def unmodeled_settings(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
 
 
 def notes(recipe: Recipe) -> Iterator[str]:
-    """Yields the settings of a recipe that a plan ignores."""
+    """Yields notes on the settings of a recipe that a plan ignores or approximates."""
     yield from (
         f"{setting} is ignored: {known}" for setting, known, _ in unmodeled_settings(recipe)
     )

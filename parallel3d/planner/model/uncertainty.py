@@ -14,15 +14,15 @@ from parallel3d.planner.model.planned_run import PlannedRun
 
 Figure = Literal["throughput", "memory"]
 FIGURES: tuple[Figure, ...] = ("throughput", "memory")
-LEVEL = 0.8  # coverage of a range
+LEVEL = 0.8  # Probability that a range covers the true value.
 # Half the width of the range of a run's speed in natural logarithms, and terms that add to it as
 # root sum of squares. They are set so that ranges cover 80% of the runs of tools/cases and 80% of
 # their sources.
 SPEED = 0.15
-WIDE_SHARDING = 0.15  # per doubling of the ranks that share a parameter beyond 64
-DATA_SHEET = 0.2  # for a device with fewer than ENOUGH_RUNS published runs
+WIDE_SHARDING = 0.15  # Added per doubling of the ranks that share a parameter, beyond 64 ranks.
+DATA_SHEET = 0.2  # Added for a device with fewer than ENOUGH_RUNS published runs.
 ENOUGH_RUNS = 3
-FLOAT8 = 0.2  # for speed and for memory
+FLOAT8 = 0.2  # Added for FP8, to the range of speed and to that of memory.
 MOE = 0.25
 MEMORY = 0.2
 # Memory of parallel3d follows from its code and is never underestimated by more than 3%.
@@ -47,7 +47,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorModel:
-    """Half the width of the range of speed and of memory, in natural logarithms."""
+    """Half the widths of the ranges of speed and of memory, in natural logarithms."""
 
     throughput: float
     memory: float
@@ -116,8 +116,9 @@ def memory_spread(
 
 
 def safe_share(memory: float, risk: float) -> float:
-    """Returns the fraction of a device that a layout may be predicted to need at this risk of not
-    fitting."""
+    """Returns the largest fraction of a device's memory that a layout may be predicted to need, so
+    that the probability of running out of memory is at most `risk`.
+    """
     return exp(-NormalDist().inv_cdf(1 - risk) * _deviation(memory))
 
 
