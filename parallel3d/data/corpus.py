@@ -32,8 +32,9 @@ class Corpus:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the token IDs. It is created on use, so that training on token files
-        does not need its library."""
+        """The tokenizer that produced the token IDs. It is created on use, so that training on
+        token files does not need its library.
+        """
         return find_tokenizer(self.config)
 
 

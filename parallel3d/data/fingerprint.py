@@ -1,5 +1,6 @@
-"""Fingerprints of a run's data, so that a resume on other data is detected. The path of the data
-does not matter. Only the headers of token files are read."""
+"""Fingerprints of a run's data, so that a resume on different data is detected. The path of the
+data does not matter. Only the headers of token files are read.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Token IDs in files, as two streams: a folder of shards with a `tokens.json`, or a data set of
-Megatron. Only the folder format is written here.
+"""Token IDs in files, as two streams: a folder of shards with a `tokens.json`, or a Megatron data
+set. Only the folder format is written here.
 
 A shard such as `train-00000.bin` contains little-endian IDs of consecutive documents, each followed
 by the end-of-text token. Megatron's IDs are in PREFIX.bin. PREFIX.idx has a header, the lengths of

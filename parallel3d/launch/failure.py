@@ -173,7 +173,7 @@ def record_flights(run_dir: str | None) -> None:
     stay."""
     prefix = Path(run_dir or ".").absolute() / "nccl_flight_record_rank_"
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    # Number of operations, which covers the last few steps. 0 turns it off.
+    # Number of operations, which covers the last few steps. 0 would turn it off.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(prefix))
