@@ -39,13 +39,13 @@ from parallel3d.sharding.apply import shard
 from parallel3d.sharding.optimizer_parts import ShardedData, local_parameters
 from parallel3d.sharding.settings import Dtypes, ShardingOptions
 
-# Constructor of a model. The full model is built on the meta device with its layers split over
-# `tp`: model_class(config, tp=, sequence_parallel=, recompute=, recompute_every=, device=).
+# Builds the full model on the meta device, with its layers split over `tp`. Called as
+# model_class(config, tp=, sequence_parallel=, recompute=, recompute_every=, device=).
 ModelClass = Callable[..., nn.Module]
 
 
 def block_weights_of(model_class: ModelClass, config: ModelConfig) -> int | None:
-    """Returns the number of matmul weights in a block, which MFU is based on.
+    """Returns the number of matmul weights in a block, from which MFU is computed.
 
     Returns None for a custom class without the static method `block_weights(config)`.
     """
@@ -67,9 +67,10 @@ def build_engine(
 ) -> Engine:
     """Builds the stages, parameters and pipeline of this rank.
 
-    Each stage is built on the meta device, split over tp, compiled, and sharded over the
-    data-parallel axes. Initial weights depend only on the seed and the parameter names. Without
-    `initialize`, parameters stay uninitialized, to be loaded from a checkpoint.
+    Each stage is built on the meta device, split over tp, compiled if `train.compile`, and sharded
+    over the data-parallel axes. Initial weights depend on the seed, not on the layout. Without
+    `initialize`, parameters stay uninitialized, to be loaded from a checkpoint. Raises ConfigError
+    if the model cannot mask documents as requested.
     """
     parallel = recipe.parallel
     pp = mesh[Role.SPLIT_LAYERS]
@@ -97,8 +98,8 @@ def build_engine(
     check_nothing_lost({name for name, _ in named}, ranges)
     aliases = tied_names(reference)
     tied_ends = tuple(sorted(shared_by_ends(aliases, ranges)))
-    # tp collectives, split backward passes, selective recompute and documents, whose lengths vary,
-    # must stay outside of compiled graphs.
+    # Compiled graphs must not contain tp collectives, split backward passes, selective recompute,
+    # or document masks, whose sizes vary.
     is_cut = schedule.splits or parallel.recompute == "selective"
     compile_parts = compile_pieces if parallel.tp > 1 or is_cut or masks else compile_blocks
     stages = []
@@ -124,11 +125,11 @@ def build_engine(
         for own in parameters:
             draw = partial(initial_part, specs[own.name], own.name, recipe.train.seed, Axis.of(tp))
             own.part.initialize(draw)
-        # Copies differ if a custom initializer draws from another generator.
+        # Replicas differ if a custom initializer draws from a different generator.
         advice = "an initializer must draw only from the generator that it receives"
         copies = copies_of(parameters, {}, axes_of(mesh))
         refuse_differences(copies, parallel, device, when="the initial weights", advice=advice)
-    # "seq" is this rank's part of the sequence under sequence parallelism.
+    # Under sequence parallelism, "seq" is this tp rank's part of the sequence.
     boundary = TensorSpec(("batch", "seq", recipe.model.hidden), dtypes.compute)
     pipeline = PipelineRuntime(stages, schedule, pp, loss_fn, boundaries=boundary, device=device)
     count = sum(parameter.numel() for parameter in reference.parameters())
@@ -136,7 +137,7 @@ def build_engine(
 
 
 def stage_ranges(recipe: Recipe, schedule: Schedule) -> list[BlockRange]:
-    """Returns the blocks of each stage: as set in the recipe, or balanced by cost."""
+    """Returns the range of blocks in each stage, as set in the recipe or else balanced by cost."""
     model = recipe.model
     boundaries = recipe.parallel.stage_boundaries
     if boundaries is not None:
@@ -157,8 +158,9 @@ def dtypes_of(recipe: Recipe) -> Dtypes:
 def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dtypes) -> ShardedData:
     """Shards a stage over the data-parallel axes.
 
-    Gradients are summed, not averaged, because each microbatch's loss is divided by the tokens of
-    the global batch. Units are each block, the embedding, and the last norm with the head.
+    Gradients are summed, not averaged, because each microbatch's loss is divided by the number of
+    target tokens in the global batch. Sharding units are each block, the embedding, and the final
+    norm with the head.
     """
     parallel = recipe.parallel
     layers = module.layers
@@ -184,9 +186,9 @@ def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dty
 
 
 def align_logits(module: nn.Module) -> None:
-    """Pads rows of logits on GPUs for vocabularies of odd size, such as GPT-2's 50,257.
+    """Pads rows of logits to a multiple of 64 elements, because fast matmuls need aligned rows.
 
-    Fast matmul kernels need aligned rows. No parameter changes.
+    This helps odd vocabulary sizes, such as GPT-2's 50,257. Parameters are not padded.
     """
     for part in module.modules():
         if isinstance(part, VocabParallelHead):
@@ -194,9 +196,9 @@ def align_logits(module: nn.Module) -> None:
 
 
 def materialize(module: nn.Module, device: torch.device, *, offload: bool = False) -> None:
-    """Allocates parameters that are on the meta device, on the CPU with `offload`.
+    """Allocates meta parameters on `device`, or on the CPU with `offload`, and buffers on `device`.
 
-    Tied parameters stay tied, which `to_empty` does not ensure.
+    Values are uninitialized. Parameters stay tied, which `to_empty` alone does not ensure.
     """
     tied = tied_names(module)
     module.to_empty(device="cpu" if offload else device)
@@ -209,7 +211,7 @@ def materialize(module: nn.Module, device: torch.device, *, offload: bool = Fals
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Maps the second name of each tied parameter to its first."""
+    """Maps each further name of a tied parameter to its first name."""
     first: dict[int, str] = {}
     tied = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -222,22 +224,22 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def compile_blocks(model: nn.Module) -> None:
     """Compiles the forward pass of each block in `model.layers`, in place and on first use.
 
-    For recomputed blocks, it compiles their `compute` method. Hooks of the block (`fully_shard`,
-    gradient reduction) and recompute stay outside. tp collectives are in the graph. A graph break
-    is an error, not a slow graph in pieces.
+    Of blocks with a method `compute`, compiles only that, so that recompute stays outside of the
+    graph. Module hooks (`fully_shard`, gradient reduction) also stay outside. A graph break is an
+    error.
     """
     for block in model.get_submodule("layers").children():
         method = "compute" if hasattr(block, "compute") else "forward"
-        # Set on the instance.
+        # Shadow the method on this instance.
         setattr(block, method, torch.compile(getattr(block, method), fullgraph=True))
 
 
 def compile_pieces(model: nn.Module) -> None:
-    """Compiles the memory-bound parts of a model: norms, rotary embeddings and gated activations.
+    """Compiles only the memory-bound parts of a model: norms, rotary embeddings and gates.
 
-    The layers around them stay eager, so matmuls can overlap collectives, accumulate gradients and
-    defer them in a split backward pass. A part with more shapes than torch's recompile limit runs
-    eagerly.
+    Other layers stay eager, so that matmuls can overlap collectives, accumulate gradients in place,
+    and defer weight gradients in a split backward pass. A part with more shapes than torch's
+    recompile limit runs eagerly.
     """
     compile_once = cache(torch.compile)
     for part in model.modules():

@@ -1,8 +1,9 @@
-"""State of a rank and order of a training step, shared by the trainer and `parallel_model`.
+"""Phases of a training step on one rank, shared by the trainer and `ParallelModel`.
 
 After the backward passes of a step, gradients are reduced over the DP ranks. Partial gradients are
-then reduced over tp and between the first and last stage. The optimizer steps this rank's part of
-each parameter, a plain tensor. Finally, the modules receive the values that all ranks stepped.
+then summed over tp, and those of tied weights between the first and last stage. The optimizer
+updates this rank's part of each parameter, a plain tensor. Finally, `publish` copies or all-gathers
+the updated values into the modules.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class Engine:
         data: Data-parallel handle of each stage.
         parameters: Parameters of this rank, including frozen ones.
         axes: Mesh axes by name.
-        tied_ends: Names of the parameters that the first and the last stage share.
+        tied_ends: Names of the parameters that the first and last stage share.
         parameter_count: Number of parameters of the full model.
     """
 
@@ -54,17 +55,17 @@ class Engine:
         self.parameter_count = parameter_count
         self._tp = axes[Role.SPLIT_TENSORS]
         self._partial = [p for p in self.trained if p.spec.partial_gradient and self._tp.size > 1]
-        # Pipeline ranks that hold the first and the last stage.
         placement = pipeline.schedule.placement
         layers = axes[Role.SPLIT_LAYERS]
-        ends = placement[0], placement[-1]
-        self._ends = ONE_RANK  # Axis of size 2 on both end ranks if they share weights.
+        ends = placement[0], placement[-1]  # Pipeline ranks of the first and last stage.
+        # Axis over both ranks. ONE_RANK if they are equal, share no weights or exclude this rank.
+        self._ends = ONE_RANK
         if tied_ends and ends[0] != ends[1] and layers.rank in ends:
             ranks = dist.get_process_group_ranks(layers.group)
             members = [ranks[end] for end in ends]
             group = group_of(members, "pipeline_ends", name=f"{pipeline.links.name} ends")
             self._ends = Axis(2, ends.index(layers.rank), group)
-        # Weights are in the same order on both ends. A rank may hold both copies of a weight.
+        # Both ends must have the same order. If one rank has both stages, it holds both copies.
         named = [[p for p in self.trained if p.name == name] for name in tied_ends]
         self._tied = [held[0] for held in named if held and self._ends.size == 2]
         self._pairs = [held for held in named if len(held) == 2]
@@ -72,11 +73,12 @@ class Engine:
     def finish_gradients(self, observe: Observe | None = None) -> None:
         """Completes the gradients after the last backward pass of a step.
 
-        Reduces gradients over the DP ranks. Then one all-reduce over tp sums the gradients of norms
-        under sequence parallelism, and one per tied weight sums first and last stage. `observe` is
-        called with each parameter once its gradient is complete.
+        Reduces gradients over the DP ranks. Then a single all-reduce sums partial gradients over
+        tp, such as those of norms under sequence parallelism, and one all-reduce per tied weight
+        sums its gradients in the first and last stage. Finally calls `observe` with each trainable
+        parameter.
         """
-        device = self.pipeline.links.device  # Gradients may be on the CPU.
+        device = self.pipeline.links.device  # Offloaded gradients are on the CPU.
         for data in self.data:
             data.finish_gradients()
         for parameter in self.trained:
@@ -100,7 +102,7 @@ class Engine:
     def squared_norm(self) -> Tensor:
         """Returns this rank's share of the squared gradient norm, a float64 scalar.
 
-        The sum of all ranks' shares is the squared norm. Each parameter counts once.
+        The sum over all ranks is the squared norm. A gradient with n copies counts 1 / n in each.
         """
         by_copies: dict[int, list[Tensor]] = {}
         for parameter in self.trained:
@@ -109,8 +111,7 @@ class Engine:
                 by_copies.setdefault(copies, []).append(gradient_of(parameter))
         total = torch.zeros((), dtype=torch.float64, device=self.pipeline.links.device)
         for copies, gradients in by_copies.items():
-            # Norms are at least float32, because torch would round the total norm of bf16 gradients
-            # to bf16.
+            # Compute at least in float32. For bf16 gradients torch would round the norm to bf16.
             each = norms(gradients, torch.promote_types(gradients[0].dtype, torch.float32))
             total = total + torch.linalg.vector_norm(torch.stack(each)).double().square() / copies
         return total
@@ -120,7 +121,7 @@ class Engine:
             scale_([gradient_of(parameter) for parameter in self.trained], factor)
 
     def publish(self) -> None:
-        """Makes the modules compute with the updated parameters."""
+        """Starts to copy or all-gather updated parameters into the modules."""
         for data in self.data:
             data.publish()
 
@@ -129,18 +130,18 @@ class Engine:
             data.clear_gradients()
 
     def free_gathered(self) -> None:
-        """Frees parameters that a forward pass without a backward pass left gathered."""
+        """Reshards parameters that a forward pass without a backward pass left unsharded."""
         for data in self.data:
             data.free_gathered()
 
     def copies(self, states: States) -> list[Copies]:
-        """Returns the tied weights and optimizer states that both ends of this pipeline hold."""
+        """Returns the tied weights and their optimizer states, if both end ranks hold copies."""
         tied = tensors_of(self._tied, states)
         return [Copies(self._ends, tied)] if tied else []
 
 
 def gradient_of(parameter: LocalParameter) -> Tensor:
-    """Returns the gradient of this rank's part. Raises ConfigError if there is none."""
+    """Returns the gradient of this rank's part of a parameter. Raises ConfigError if it is None."""
     gradient = parameter.local.grad
     if gradient is None:
         raise ConfigError(

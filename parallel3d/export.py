@@ -1,6 +1,6 @@
 """Exports the model of a checkpoint to a Hugging Face folder: safetensors, config.json, tokenizer.
 
-One process writes it file by file, whatever the layout that saved the checkpoint.
+A single process writes one file at a time, for a checkpoint of any layout.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from parallel3d.data.corpus import find_tokenizer
 from parallel3d.data.tokenizers import JsonTokenizer, Tokenizer
 from parallel3d.errors import CheckpointError, ConfigError, DataError, writing
 
-# Files next to a published tokenizer.json that readers need.
+# Files that Hugging Face reads in addition to tokenizer.json. Copied if they are next to it.
 _BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
@@ -36,11 +36,11 @@ class ExportForm:
 
     Args:
         model: Model config.
-        seq_len: Longest sequence length of training.
-        dtype: torch's name of the weight dtype. None keeps the saved dtypes.
-        largest_file_bytes: Size limit of a safetensors file.
-        tokenizer_files: Content of the tokenizer files, by file name.
-        end_of_text: Token id that ends a document.
+        seq_len: Sequence length of training.
+        dtype: Dtype of the exported weights, such as "bfloat16". None keeps the saved dtypes.
+        largest_file_bytes: Size limit of a safetensors file with several tensors.
+        tokenizer_files: Content of each tokenizer file, keyed by name.
+        end_of_text: ID that ends a document, or None if unknown.
         notes: Messages to the user.
     """
 
@@ -54,9 +54,9 @@ class ExportForm:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> ExportForm:
-        """Returns the settings for the model of a run.
+        """Returns the settings for the model of a run, with the tokenizer of its first corpus.
 
-        If the tokenizer of the first corpus is unavailable, the model is exported without one.
+        If the tokenizer cannot be read, leaves it out and says so in `notes`.
         """
         form = cls(model=recipe.model, seq_len=recipe.train.seq_len)
         try:
@@ -68,10 +68,9 @@ class ExportForm:
 
 
 def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """Returns tokenizer.json and the files next to it.
+    """Returns the content of tokenizer.json and its companion files, keyed by file name.
 
-    If there is no tokenizer_config.json, it creates one that names a Hugging Face class. Byte
-    tokenizers have no files.
+    Creates a tokenizer_config.json if there is none. Returns {} for a byte tokenizer.
     """
     if not isinstance(tokenizer, JsonTokenizer):
         return {}
@@ -89,22 +88,21 @@ def _tokenizer_files(tokenizer: Tokenizer) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class ExportedTensor:
-    """A tensor of the export and its sources in the checkpoint."""
+    """An exported tensor and the parameters in the checkpoint that it is made of."""
 
     source: HfTensor
-    like: Tensor  # Meta tensor with its shape and dtype.
+    like: Tensor  # Meta tensor with the exported shape and dtype.
 
 
 def export(checkpoint: Path, to: Path, form: ExportForm) -> Iterator[str]:
     """Exports a checkpoint to the folder `to`. Yields the name of each tensor that was read.
 
-    It writes a temporary folder first and renames it.
+    Writes a temporary folder and renames it at the end, so exhaust the generator. With local SGD,
+    exports the outer parameters.
 
-    For replicas trained by local SGD, it exports the outer parameters.
-
-    Raises ConfigError if no transformers family fits the model or `to` exists, CheckpointError if
-    the checkpoint is unreadable or belongs to another model, and SaveError if the folder cannot be
-    written.
+    Raises ConfigError if no Hugging Face architecture fits the model, or if `to` exists or is
+    inside the checkpoint; CheckpointError if the checkpoint is unreadable, of a different model, or
+    overflows float16; and SaveError if the folder cannot be written.
     """
     if to.exists() or to.resolve().is_relative_to(checkpoint.resolve()):
         raise ConfigError(f"DIR = {to}: exists or is inside the checkpoint; choose another folder")
@@ -115,7 +113,7 @@ def export(checkpoint: Path, to: Path, form: ExportForm) -> Iterator[str]:
     with writing(to):
         parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f"{to.name}.", suffix=".partial", dir=parent) as own:
-            # A subfolder, because the temporary folder itself has restrictive permissions.
+            # A subfolder has normal permissions. TemporaryDirectory allows only the owner.
             partial = Path(own) / "model"
             partial.mkdir()
             for name, written in files.items():
@@ -132,9 +130,9 @@ def export(checkpoint: Path, to: Path, form: ExportForm) -> Iterator[str]:
 def _exported_tensors(
     checkpoint: Path, manifest: Manifest, form: ExportForm
 ) -> list[ExportedTensor]:
-    """Returns all tensors of the model in the order of the family's table.
+    """Returns all tensors of the exported model, in the order of `hf_tensors`.
 
-    Raises CheckpointError if they do not match the tensors of the checkpoint.
+    Raises CheckpointError if the parameters in the checkpoint are not exactly those needed.
     """
     sources = list(hf_tensors(form.model))
     needed = {f"model.{name}" for source in sources for name in source.parameters}
@@ -154,7 +152,7 @@ def _exported_tensors(
 
 
 def _files(tensors: list[ExportedTensor], largest_bytes: int) -> dict[str, list[ExportedTensor]]:
-    """Distributes tensors over files up to the size limit. A larger tensor gets its own file."""
+    """Assigns tensors to files of at most `largest_bytes`. A larger tensor gets its own file."""
     files: list[list[ExportedTensor]] = [[]]
     for tensor in tensors:
         filled_bytes = sum(each.like.nbytes for each in files[-1])
@@ -169,7 +167,7 @@ def _files(tensors: list[ExportedTensor], largest_bytes: int) -> dict[str, list[
 
 
 def _read(checkpoint: Path, manifest: Manifest, tensor: ExportedTensor) -> Tensor:
-    """Reads an exported tensor. Raises CheckpointError if a weight overflows float16."""
+    """Reads the values of an exported tensor. Raises CheckpointError if float16 overflows."""
     made = torch.empty_like(tensor.like, device="cpu")
     parts = (made.t() if tensor.source.transposed else made).chunk(len(tensor.source.parameters))
     for name, part in zip(tensor.source.parameters, parts, strict=True):
@@ -183,7 +181,7 @@ def _read(checkpoint: Path, manifest: Manifest, tensor: ExportedTensor) -> Tenso
 
 
 def _write_others(folder: Path, files: dict[str, list[ExportedTensor]], form: ExportForm) -> None:
-    """Writes config.json, generation_config.json, tokenizer files and the index."""
+    """Writes config.json, generation_config.json, tokenizer files and, if needed, an index."""
     weights: dict[str, str] = {}
     total = 0
     for name, written in files.items():

@@ -1,7 +1,7 @@
-"""Device mesh with all axes of ParallelConfig, and `Axis`, the form that collectives use.
+"""Builds the device mesh of a `ParallelConfig`, and defines `Axis`, which collectives use.
 
-Axes of size 1 are on the mesh too, so no code needs to check whether an axis exists. tp is
-innermost, so its ranks are neighbors.
+The mesh has axes of size 1, too, so no code needs to check whether an axis exists. tp is innermost,
+so that its ranks are neighbors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from parallel3d.torch_private import group_of
 class Role(StrEnum):
     """Purpose of a mesh axis. The value is the axis name: `mesh[Role.SPLIT_TENSORS]`.
 
-    No other module contains the names.
+    No other module should spell out axis names.
     """
 
     SPLIT_LAYERS = "pp"
@@ -45,32 +45,32 @@ def dp_rank(parallel: ParallelConfig, rank: int) -> int:
 
 @dataclass(frozen=True)
 class Axis:
-    """A mesh axis for collectives.
+    """One axis of a device mesh, from the view of this rank.
 
-    It is looked up once, because querying a DeviceMesh takes longer than a small matmul.
+    Built once from a DeviceMesh, whose queries take longer than a small matmul.
     """
 
     size: int
-    rank: int  # Index of this rank on the axis.
-    group: dist.ProcessGroup | None  # None for size 1, where nothing is sent.
+    rank: int  # Index of this rank along the axis.
+    group: dist.ProcessGroup | None  # None if the size is 1, so that nothing is sent.
 
     def rows(self, size: int) -> range:
         """Returns this rank's rows of a dim that is split over the axis."""
         return shard_rows(size, self.rank, self.size)
 
     def part(self, full: Tensor, dim: int | None) -> Tensor:
-        """Returns a view of this rank's part along `dim`, or the full tensor for None."""
+        """Returns a view of this rank's shard of `full` along `dim`, or `full` if `dim` is None."""
         if dim is None:
             return full
         rows = self.rows(full.shape[dim])
         return full.narrow(dim, rows.start, len(rows))
 
     def __deepcopy__(self, memo: object) -> Axis:
-        return self  # A copy of a module communicates with the same ranks.
+        return self  # Process groups cannot be copied. Copied modules share them.
 
     @classmethod
     def of(cls, mesh: DeviceMesh | None) -> Axis:
-        """Returns the axis of a one-dimensional mesh, or an axis of size 1 for None.
+        """Returns the axis of a one-dimensional mesh, or one of size 1 if `mesh` is None.
 
         Raises TypeError for other arguments.
         """
@@ -102,8 +102,8 @@ def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
         device_type: "cuda" or "cpu".
 
     Returns:
-        Mesh with the axes pp, dp_replicate, dp_shard and tp, from the outermost inward. Every axis
-        exists, even if its size is 1.
+        Mesh with the axes pp, dp_replicate, dp_shard and tp, outermost first. Every axis exists,
+        even if its size is 1.
 
     Example:
         >>> layout = parallel3d.ParallelConfig(pp=2, dp_shard=2, tp=2)
@@ -117,15 +117,14 @@ def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
 
 
 def data_ranks(mesh: DeviceMesh) -> list[int]:
-    """Returns the global ranks over which this rank reduces gradients."""
+    """Returns the global ranks, including this one, that reduce gradients together."""
     return mesh[DATA_ROLES].mesh.flatten().tolist()
 
 
 def replica_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Returns the sub-mesh of this rank's model replica, with dp_replicate of size 1.
+    """Returns the mesh of this rank's model replica: all axes, but dp_replicate has size 1.
 
-    Code that uses this mesh sends nothing to other replicas. All ranks of a replica must call it
-    together.
+    Code that uses it does not communicate with other replicas. Collective over the replica.
     """
     names = mesh.mesh_dim_names or ()
     replicas = mesh[Role.REPLICATE]

@@ -1,4 +1,4 @@
-"""`parallelize`: wraps a model in an object that defines the training step in every layout.
+"""`parallelize` wraps a model in a `ParallelModel`, whose training step works in every layout.
 
     model = parallelize(model, mesh, sharding="FULL_SHARD", schedule="1f1b", microbatches=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -9,10 +9,10 @@
         model.zero_grad()
 
 [Note: two kinds of parameters] The modules of a stage compute with one set of tensors, and the
-optimizer steps another, because a strategy may gather, cast or split the former. `ParallelModel`
-holds the latter under the names of the full model, as DTensors if ranks share a tensor. torch's
-optimizers, norms and state dicts therefore see full tensors. Hooks on all optimizers check the
-order of calls, and publish updated values to the modules after each step.
+optimizer updates a second set, because a strategy may all-gather, cast or split the first.
+`ParallelModel` holds the second set under the names of the full model, as DTensors if a parameter
+is split over ranks. torch's optimizers, norms and state dicts therefore see global tensors. Hooks
+on all optimizers check the order of calls, and copy updated values to the modules after each step.
 """
 
 from __future__ import annotations
@@ -75,27 +75,27 @@ def parallelize(
     the result.
 
     Args:
-        model: Full model, identical on every rank, or the list of this rank's stages. Its layers
-            must already be split over tp.
+        model: Full model, identical on every rank, or the list of this rank's stages. If tp > 1,
+            its layers must already be split over tp.
         mesh: Mesh with axes among pp, dp_replicate, dp_shard and tp. Missing axes have size 1.
         sharding: Data-parallel strategy (docs/reference/sharding.md).
         schedule: Pipeline schedule. Without a pipeline, microbatches run one after another.
-        microbatches: Number of equal parts that each rank's batch is split into.
-        virtual_stages: Stages per pipeline rank. "zb_v" and "dualpipe_v" need 2.
-        split: How to split the model into stages: names of modules that run one after another, or a
-            `SplitSpec`. Default: the children of a Sequential, or the built-in `SplitSpec` of a
-            transformers family.
+        microbatches: Number of equal parts into which each rank's batch is split.
+        virtual_stages: Number of stages per pipeline rank. "zb_v" and "dualpipe_v" need 2.
+        split: How to split the model into stages: names of modules that run in sequence, or a
+            `SplitSpec`. Default: the children of a Sequential, or the built-in `SplitSpec` for a
+            Hugging Face model.
         boundaries: Index of the first module or block of each stage except the first. Default:
-            equal numbers of parameters, or of blocks.
-        wrap: Modules whose parameters are gathered together, as in `shard`.
+            similar numbers of parameters, or of blocks with a `SplitSpec`.
+        wrap: Modules whose parameters are all-gathered together, as in `shard`.
         dtypes: Data types, as in `shard`. Default: the dtype of the model's parameters.
         options: Communication options, as in `shard`.
 
     Returns:
-        `ParallelModel` with the methods of a training step.
+        `ParallelModel`, which has the methods of a training step.
 
     Raises:
-        ValueError: Mesh, model and options do not fit together.
+        ValueError: The arguments are invalid or do not fit together.
 
     Example:
         >>> model = parallel3d.parallelize(model, mesh, schedule="1f1b", microbatches=8)
@@ -133,20 +133,20 @@ def parallelize(
         calls,
         plan,
         mesh[Role.SPLIT_LAYERS] if layers.size > 1 else None,
-        boundaries=[()] * (plan.stages - 1),  # Determined at the first batch.
+        boundaries=[()] * (plan.stages - 1),  # The first batch determines them.
         device=mesh.device_type,
     )
     return ParallelModel(Engine(pipeline, data, parameters, axes), given)
 
 
 class ParallelModel(nn.Module):
-    """A distributed model with the methods of a training step, created by `parallelize`.
+    """Distributed model with the methods of a training step. `parallelize` creates it.
 
-    `parameters()` returns the parameters that an optimizer steps on this rank.
+    `parameters()` has the parameters that an optimizer updates on this rank.
 
-    A missing or misplaced call raises RuntimeError. There are three exceptions. Several
-    `forward_backward` calls before a step accumulate gradients. `clip_grad_norm_` is optional.
-    `zero_grad` without a step skips the step.
+    Call the methods in the order of the example; a missing or misplaced call raises RuntimeError.
+    Exceptions: several `forward_backward` calls accumulate gradients, `clip_grad_norm_` is
+    optional, and `zero_grad` without `optimizer.step` discards the gradients.
 
     Example:
         >>> loss = model.forward_backward(inputs, labels, loss_fn)
@@ -159,7 +159,7 @@ class ParallelModel(nn.Module):
     def __init__(self, engine: Engine, given: Sequence[nn.Parameter] = ()) -> None:
         super().__init__()
         self._engine = engine
-        self._shapes: object = None  # Shapes of the microbatch that determined the boundaries.
+        self._shapes: object = None  # Input shapes for which the boundaries were determined.
         self._stepped: set[nn.Parameter] = set()
         owner = weakref.ref(self)
         self._held: list[tuple[LocalParameter, nn.Parameter]] = []
@@ -185,7 +185,7 @@ class ParallelModel(nn.Module):
         _watch_optimizers()
 
     def _holder(self, path: str) -> nn.Module:
-        """Returns the submodule that mirrors the one at `path` in a stage. Creates it if needed."""
+        """Returns the submodule at `path`, which mirrors that of a stage. Creates it if needed."""
         holder: nn.Module = self
         for name in filter(None, path.split(".")):
             if name not in holder._modules:
@@ -201,12 +201,12 @@ class ParallelModel(nn.Module):
     def forward_backward(
         self, inputs: Any, labels: Any, loss_fn: LossFunction, **keywords: Any
     ) -> Tensor:
-        """Runs the forward and backward pass of a batch and accumulates gradients.
+        """Runs the forward and backward passes of a batch and accumulates gradients.
 
         Args:
-            inputs: This data-parallel rank's part of the batch: a tensor or tuple of tensors
-                [batch, ...], identical on its tp and pipeline ranks.
-            labels: Second argument of `loss_fn` for the batch, of the same form.
+            inputs: This data-parallel rank's part of the batch, identical on its tp and pipeline
+                ranks: a tensor [batch, ...] or a tuple of them.
+            labels: Labels of the same part: a tensor [batch, ...], or a tuple or dict of them.
             loss_fn: `loss_fn(output, labels)` returns the mean loss of a microbatch.
             keywords: Tensors [batch, ...] passed to the forward pass of every stage.
 
@@ -214,7 +214,7 @@ class ParallelModel(nn.Module):
             Mean loss over the microbatches and data-parallel ranks, the same on every rank.
 
         Raises:
-            RuntimeError: Gradients of the previous step were not cleared.
+            RuntimeError: `zero_grad` was not called after the previous optimizer step.
             ValueError: The batch size is not a multiple of `microbatches`.
         """
         earlier = [parameter.grad for _, parameter in self._held]
@@ -236,7 +236,7 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def evaluate(self, inputs: Any, labels: Any, loss_fn: LossFunction, **keywords: Any) -> Tensor:
-        """Computes the loss of a batch without training.
+        """Computes the loss of a batch without gradients.
 
         Args:
             inputs: As in `forward_backward`.
@@ -254,11 +254,11 @@ class ParallelModel(nn.Module):
         """Computes the outputs of a batch. Call it under `torch.no_grad()`.
 
         Args:
-            inputs: This data-parallel rank's part of the batch, as in `forward_backward`.
-            keywords: Tensors [batch, ...] passed to the forward pass of every stage.
+            inputs: As in `forward_backward`.
+            keywords: As in `forward_backward`.
 
         Returns:
-            Outputs on ranks of the last stage, None on other ranks.
+            Outputs for `inputs` on ranks with the last stage, None on other ranks.
 
         Raises:
             RuntimeError: Gradients are enabled.
@@ -298,16 +298,16 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scales gradients down to a norm of at most `max_norm`.
+        """Scales gradients so that their norm is at most `max_norm`.
 
         Args:
-            max_norm: Largest norm of the gradient of the full model.
+            max_norm: Maximum norm of the gradients of the full model.
 
         Returns:
-            Norm before clipping, the same on every rank.
+            Norm of these gradients before clipping, the same on every rank.
 
         Raises:
-            RuntimeError: There are no gradients, or the optimizer has already stepped.
+            RuntimeError: There are no gradients, or an optimizer has already used them.
         """
         self._need_gradients("clip_grad_norm_", self.parameters())
         square = all_reduce_over(self._engine.axes, self._engine.squared_norm())
@@ -319,17 +319,17 @@ class ParallelModel(nn.Module):
         return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients. They become None for any `set_to_none`."""
+        """Sets all gradients to None, even if `set_to_none` is False."""
         for _, parameter in self._held:
             parameter.grad = None
         self._stepped.clear()
         self._engine.clear_gradients()
 
     def publish(self) -> None:
-        """Makes the stages compute with the values of `parameters()`.
+        """Copies or all-gathers the values of `parameters()` into the stages.
 
-        Call it on every rank after you changed them other than by an optimizer or
-        `load_state_dict`.
+        An optimizer step and `load_state_dict` do so automatically. After any other change, call
+        this method on every rank.
         """
         self._engine.publish()
 
@@ -340,13 +340,11 @@ class ParallelModel(nn.Module):
         return self
 
     def check_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Raises RuntimeError if an optimizer must not step these parameters yet."""
+        """Raises RuntimeError if there are no unused gradients of `parameters` for an optimizer."""
         self._need_gradients("optimizer.step()", parameters)
 
     def finish_step(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Makes the stages compute with the values that an optimizer wrote to `parameters`, and
-        marks their gradients as used.
-        """
+        """Marks the gradients of `parameters` as used, and copies updates into the stages."""
         self._stepped.update(parameters)
         self._engine.publish()
 
@@ -364,9 +362,9 @@ class ParallelModel(nn.Module):
 
     @torch.no_grad()
     def _find_boundaries(self, inputs: Any, keywords: Mapping[str, Any]) -> list[Boundary]:
-        """Runs one microbatch through the stages to determine the tensors between them.
+        """Runs the stages once to determine the shapes and dtypes of the tensors between them.
 
-        Each stage runs on its rank. Only shapes are sent.
+        Collective. Only shapes and dtypes are sent, so later stages get zeros as inputs.
         """
         pipeline, boundaries = self._engine.pipeline, list[Boundary]()
         device = pipeline.links.device
@@ -399,7 +397,7 @@ class ParallelModel(nn.Module):
 
 
 def _axes(mesh: DeviceMesh) -> dict[str, Axis]:
-    """Returns the axis of each role. Raises ValueError if the mesh has other axes."""
+    """Returns the axis of each role by name. Raises ValueError if the mesh has any other axes."""
     names = mesh.mesh_dim_names or ()
     if not names or {*names} - {*Role}:
         raise ValueError(
@@ -412,7 +410,7 @@ def _axes(mesh: DeviceMesh) -> dict[str, Axis]:
 def _split(
     model: nn.Module, stages: int, split: Split | None, boundaries: Sequence[int] | None
 ) -> Sequence[nn.Module]:
-    """Splits a model into stages, by default with equal numbers of parameters or blocks."""
+    """Splits a model into stages, by default with similar numbers of parameters or blocks."""
     if stages == 1:
         return [model]
     if split is None and isinstance(model, nn.Sequential):
@@ -432,7 +430,7 @@ def _split(
 
 
 def _even_boundaries(sizes: Sequence[int], stages: int) -> list[int]:
-    """Returns the first module of each stage after the first. Stages have similar sizes."""
+    """Returns the index of the first module of stages 1, 2, ..., for stages of similar size."""
     totals, boundaries = list(accumulate(sizes)), [0]
     for stage in range(1, stages):
         at = 1 + bisect_left(totals, totals[-1] * stage / stages)
@@ -446,7 +444,7 @@ def _as_tuple(value: Any) -> tuple[Tensor, ...]:
 
 
 def _microbatches(batch: Any, count: int) -> Sequence[Any]:
-    """Splits a tensor, or a tuple or dict of tensors, into `count` equal parts."""
+    """Splits tensors, or tuples or dicts of them, into `count` equal parts along dim 0."""
     if isinstance(batch, Tensor):
         if batch.shape[0] % count:
             raise ValueError(
@@ -460,7 +458,7 @@ def _microbatches(batch: Any, count: int) -> Sequence[Any]:
 
 
 def _parallelized(optimizer: Optimizer) -> dict[ParallelModel, list[nn.Parameter]]:
-    """Returns the parameters of parallelized models that an optimizer steps.
+    """Returns the parameters that an optimizer updates, grouped by their ParallelModel.
 
     Raises RuntimeError for an optimizer that was built with the original parameters.
     """
@@ -481,9 +479,7 @@ def _parallelized(optimizer: Optimizer) -> dict[ParallelModel, list[nn.Parameter
 
 @cache
 def _watch_optimizers() -> None:
-    """Registers hooks that check the order of calls before an optimizer step, and call
-    `finish_step` after it.
-    """
+    """Registers hooks for all optimizers: `check_step` before a step, `finish_step` after it."""
 
     def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for model, parameters in _parallelized(optimizer).items():

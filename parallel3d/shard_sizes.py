@@ -1,20 +1,20 @@
-"""Shard sizes of a dim that is split over an axis.
+"""Shard sizes of a dim that is split over a mesh axis.
 
 Sizes match `torch.chunk` and DTensor's `Shard`: ceil(size / ranks) rows per rank. If the size is
-not divisible, the last ranks have fewer rows or none. This module does not import torch.
+not divisible, the last ranks have fewer rows or none. Does not import torch.
 """
 
 from __future__ import annotations
 
 
 def shard_rows(size: int, rank: int, ranks: int) -> range:
-    """Returns the rows of `rank` out of `size` rows. The range may be empty."""
+    """Returns the range of rows that `rank` holds out of `size` rows. It may be empty."""
     each = largest_shard(size, ranks)
     return range(size)[rank * each : (rank + 1) * each]
 
 
 def largest_shard(size: int, ranks: int) -> int:
-    """Returns ceil(size / ranks), the number of rows of rank 0."""
+    """Returns ceil(size / ranks), the number of rows that rank 0 holds."""
     return -(-size // ranks)
 
 

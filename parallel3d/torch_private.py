@@ -1,6 +1,6 @@
-"""All uses of private torch names, each with the reason.
+"""Wraps all private names of torch that the project uses, each with the reason.
 
-No other module uses private names. Names at the top are re-exported unchanged. The functions below
+No other module uses private names. Those imported at the top are re-exported unchanged. Functions
 also hide differences between torch 2.11 and 2.15.
 """
 
@@ -16,13 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# File name, offset and length.
+# Location of data in a distributed checkpoint (DCP): file name, offset and length.
 from torch.distributed.checkpoint.filesystem import _StorageInfo as DcpPlace
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-# Intercepts every operator.
+# Base class for modes that intercept every operator.
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map  # Visit the tensors in nested arguments.
 
@@ -33,15 +33,15 @@ __all__ = [
     "tree_map",
 ]
 
-# On a GPU, operators on lists use one kernel for many tensors instead of one per tensor.
+# On a GPU, foreach operators launch one kernel for many tensors instead of one per tensor.
 foreach_copy_ = torch._foreach_copy_
 
 
 def scale_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiplies each tensor by `factor`, in place and with few kernels.
+    """Multiplies each tensor by `factor` in place, with few kernels.
 
-    The public `torch.nn.utils.clip_grads_with_norm_` never multiplies by more than 1, and a plain
-    loop launches one kernel per tensor.
+    The public `torch.nn.utils.clip_grads_with_norm_` never multiplies by more than 1, and a loop
+    would launch one kernel per tensor.
     """
     torch._foreach_mul_(list(tensors), factor)
 
@@ -50,8 +50,8 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Returns the 2-norm of each tensor, accumulated in `dtype`.
 
     The public `torch.nn.utils.get_total_norm` rounds each norm to the dtype of its tensor. On CPUs,
-    sequential float32 sums lose 7e-4 of the norm of 2^24 numbers, so large tensors are split into
-    pieces.
+    large tensors are summed in pieces, because a sequential float32 sum has a relative error of
+    7e-4 for 2^24 numbers.
     """
     if tensors[0].device.type != "cpu":
         return list(torch._foreach_norm(list(tensors), 2.0, dtype=dtype))
@@ -66,14 +66,14 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def is_in_backward() -> bool:
-    """Returns True during a backward pass of this thread, including a recomputed forward pass."""
+    """Returns True if this thread runs a backward pass or recomputes a forward pass in one."""
     return torch._C._current_graph_task_id() != -1
 
 
 def offsets_of(tensor: DTensor) -> tuple[int, ...]:
-    """Returns the offset of this rank's shard in the global tensor for each dim.
+    """Returns the offset of this rank's shard in the global tensor along each dim.
 
-    It also works if several axes split one dim. Raises ValueError if the rank has no shard.
+    Works even if several mesh axes split the same dim. Raises ValueError if the shard is empty.
     """
     (chunk,) = tensor.__create_chunk_list__()
     assert chunk.sizes == local_of(tensor).shape
@@ -81,9 +81,9 @@ def offsets_of(tensor: DTensor) -> tuple[int, ...]:
 
 
 def dcp_index(metadata: Metadata, places: dict[MetadataIndex, DcpPlace]) -> bytes:
-    """Returns the content of a `.metadata` file for DCP's readers.
+    """Returns the content of the `.metadata` file of a DCP checkpoint.
 
-    DCP's public writer can only write it to disk.
+    DCP's public API can only write it to disk.
     """
     metadata.storage_data = places
     metadata.storage_meta = StorageMeta()
@@ -92,15 +92,15 @@ def dcp_index(metadata: Metadata, places: dict[MetadataIndex, DcpPlace]) -> byte
 
 
 def local_of(tensor: DTensor) -> Tensor:
-    """Returns the local shard without `to_local`, which a `TorchDispatchMode` must not call."""
+    """Returns the local shard, even in a `TorchDispatchMode`, which must not call `to_local`."""
     return tensor._local_tensor
 
 
 def draw_dtensors_by(draw: Callable[[DTensor, Callable[[Tensor], object]], None]) -> None:
-    """Routes in-place random draws into DTensors to `draw(dtensor, fill)`.
+    """Makes `normal_`, `uniform_` and `bernoulli_` on a DTensor call `draw(dtensor, fill)` instead.
 
-    `fill` makes the same draw into a plain tensor. torch has a public hook for the sharding of an
-    operator, but not for its random numbers.
+    `fill(tensor)` makes the same draw into a plain tensor. torch has a public hook for the sharding
+    of an operator, but not for its random numbers.
     """
 
     def handler(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -114,25 +114,25 @@ def draw_dtensors_by(draw: Callable[[DTensor, Callable[[Tensor], object]], None]
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Returns the timeout of collectives in a group."""
+    """Returns the timeout of a group's collectives on `device`."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit
 
 
 def limit_waits(seconds: float) -> None:
-    """Sets the timeout of future collectives in all groups of this process.
+    """Sets the timeout of future collectives in all existing groups of this process.
 
-    Each group has a public `set_timeout`, but the list of all groups is private. DeviceMesh creates
-    groups with torch's default timeout of half an hour.
+    Groups have a public `set_timeout`, but the list of all groups is private. DeviceMesh creates
+    groups with torch's default timeout, up to half an hour.
     """
     for group in list(dist.distributed_c10d._world.pg_map):
         group.set_timeout(timedelta(seconds=seconds))
 
 
 def abort_groups() -> None:
-    """Aborts pending NCCL operations in all groups. Other backends are unaffected.
+    """Aborts pending operations in all groups if the default group uses NCCL.
 
-    The public `destroy_process_group` would wait for them, which never ends after a failure.
+    The public `destroy_process_group` would wait for them, possibly forever after a failure.
     """
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         dist.distributed_c10d._abort_process_group()
@@ -155,18 +155,18 @@ def group_of(
     device: torch.device | None = None,
     timeout: timedelta | None = None,
 ) -> dist.ProcessGroup:
-    """Creates a process group. Only its members must call this function.
+    """Creates a process group. Only its members need to call this function, all of them.
 
-    The group uses the backends of the default group, or only the one for `device`. torch's
-    `new_group` has two problems that this function works around.
+    The group uses the backends of the default group, or only the one for `device`. This function
+    works around two problems of `torch.distributed.new_group`.
 
-    torch names a group by its ranks and the number of groups in the process, so members with
-    different numbers would wait forever. Here the name is `name`, or the description, the ranks and
-    a counter.
+    torch names a group by its ranks and the number of groups that the process has, so members with
+    different numbers would wait forever. Here the name is `name`, or else the description, the
+    ranks and a counter.
 
-    If the default group is bound to a device, torch splits the new group off it, which all ranks
-    must take part in. So the default group is unbound temporarily, and the communicator is created
-    on first use.
+    If the default group is bound to a device, torch creates the new group by a split, in which all
+    ranks must take part. So the default group is unbound temporarily, and the communicator is
+    created on first use.
     """
     c10d: Any = dist.distributed_c10d
     if name is None:
@@ -191,15 +191,15 @@ def group_of(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Returns True if a module was compiled by `torch.compile(module)` or `module.compile()`."""
+    """Returns True if `torch.compile(module)` or `module.compile()` has been applied."""
     return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
 
 
 def with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Module:
-    """Returns a copy of a module with some descendants replaced, by name.
+    """Returns a copy of a module in which the descendants named by `replaced` are replaced.
 
-    Everything else is shared with the original, which stays unchanged. The public `set_submodule`
-    would modify it.
+    All else is shared with the original, which stays unchanged. The public `set_submodule` would
+    modify it.
     """
     changed = type(module).__new__(type(module))
     changed.__dict__.update(module.__dict__)
@@ -214,8 +214,8 @@ def with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> nn.Mod
 def keep_delayed_gradients(root: FSDPModule) -> None:
     """Adds weight gradients of a split backward pass to those that `fully_shard` accumulates.
 
-    Before torch 2.15, `fully_shard` keeps them apart, in the reduction dtype, and would reduce only
-    one of the two. From 2.15 on nothing needs to be done.
+    Before torch 2.15, `fully_shard` accumulates gradients separately in the reduction dtype and
+    would reduce only one of the two. From 2.15 on, this function does nothing.
     """
     for group in _groups(root):
         for parameter in group.fsdp_params:
@@ -227,7 +227,7 @@ def keep_delayed_gradients(root: FSDPModule) -> None:
 def reduce_delayed_gradients(root: FSDPModule) -> None:
     """Completes a split backward pass as `fully_shard` completes an ordinary one.
 
-    Reduces gradients over the DP ranks and frees the gathered parameters.
+    Reduces gradients over the DP ranks and reshards parameters.
     """
     for group in reversed(_groups(root)):
         group.post_backward()
@@ -239,7 +239,7 @@ def _groups(root: FSDPModule) -> list[Any]:
 
     A module has at most one group in torch 2.11, and a list of groups from 2.13 on.
     """
-    states = fully_shard.state(root)._state_ctx.all_states  # type: ignore[attr-defined]  # torch's pipeline does so too
+    states = fully_shard.state(root)._state_ctx.all_states  # type: ignore[attr-defined]  # torch's pipelining does this, too
     groups = [
         getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states
     ]

@@ -1,1 +1,1 @@
-"""From files to batches: source -> corpus -> order -> loader. Only the loader imports torch."""
+"""Turns files into batches: source -> corpus -> order -> loader. Only the loader imports torch."""

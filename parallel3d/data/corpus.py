@@ -1,7 +1,7 @@
-"""A corpus: two streams of token IDs, for training and validation.
+"""Loads a corpus: two streams of token IDs, for training and validation.
 
-Text is tokenized when the run starts, and every process keeps all of it in memory. Files of token
-IDs (`data.source: tokens`) are read when their windows are drawn."""
+Text is tokenized when the run starts, and every process keeps all of its tokens in memory. Token
+files (`data.source: tokens`) are read on demand, window by window."""
 
 from __future__ import annotations
 
@@ -23,29 +23,28 @@ from parallel3d.errors import ConfigError, DataError
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Token IDs of all documents in sequence, each followed by the end-of-text token."""
+    """Training and validation streams of token IDs. Each concatenates the documents of its part."""
 
     train: TokenStream
     validation: TokenStream
     config: DataConfig
-    document_end: int | None  # End-of-text ID, if attention stays within documents, else None.
+    document_end: int | None  # end-of-text ID, or None if attention crosses documents
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that produced the token IDs. It is created on use, so that training on
-        token files does not need its library.
-        """
+        """Tokenizer of the token IDs. Created on each access, so that training on token files does
+        not need its library."""
         return find_tokenizer(self.config)
 
 
 def load_corpora(data: DataConfig) -> tuple[Corpus, ...]:
-    """Loads the corpora in `data`: one per source, or a single one."""
+    """Loads the corpora in `data`: one for each of `data.sources`, or else a single one."""
     return tuple(load_corpus(each) for each in data.corpora)
 
 
 def load_corpus(config: DataConfig) -> Corpus:
-    """Reads and tokenizes all documents in `config`, or opens its token files. Raises ConfigError
-    and DataError as `find_documents` and `open_tokens` do."""
+    """Reads and tokenizes all documents in `config`, or opens its token files. Raises ConfigError,
+    or DataError for an unusable file."""
     if config.source == "tokens":
         files = open_token_files(config)
         return Corpus(files.train, files.validation, config, document_end(config, files))
@@ -57,15 +56,16 @@ def load_corpus(config: DataConfig) -> Corpus:
 
 
 def open_token_files(config: DataConfig) -> TokenFiles:
-    """Opens the token files at `data.path`. Raises DataError if they are incomplete."""
+    """Opens the token files at `config.path`. Raises DataError if they are missing or damaged."""
     return open_tokens(Path(os.path.expanduser(config.path or "")), config.validation_fraction)
 
 
 def find_tokenizer(config: DataConfig) -> Tokenizer:
-    """Returns the tokenizer of a corpus without reading its text: that of a folder of tokens if it
-    has one, else `data.tokenizer`.
+    """Returns the tokenizer of a corpus without reading its text: that of its token files, or else
+    `data.tokenizer`.
 
-    Raises ConfigError or DataError if neither or both name a tokenizer, or if it cannot be read."""
+    Raises ConfigError if both or neither name a tokenizer, or if it cannot be read, and DataError
+    for unusable token files."""
     own = None
     if config.source == "tokens":
         header = open_token_files(config).header
@@ -87,7 +87,7 @@ def find_tokenizer(config: DataConfig) -> Tokenizer:
 
 
 def stream_of(documents: Iterable[Document], tokenizer: Tokenizer) -> TokensInMemory:
-    """Reads and tokenizes the documents, each followed by the end-of-text token."""
+    """Reads and tokenizes the documents, and appends the end-of-text token to each."""
     pieces: list[TokenIds] = []
     for document in documents:
         ids = ids_of(document, tokenizer)
@@ -96,8 +96,8 @@ def stream_of(documents: Iterable[Document], tokenizer: Tokenizer) -> TokensInMe
 
 
 def document_end(config: DataConfig, files: TokenFiles) -> int | None:
-    """Returns the ID that ends a document of `files`, or None if documents are joined. Raises
-    ConfigError if attention stays within documents but the ID is unknown."""
+    """Returns the ID that ends a document of `files`, or None if `data.documents` is "join". Raises
+    ConfigError if it is "mask" and the ID is unknown."""
     if config.documents == "join":
         return None
     if files.header is None:
@@ -124,11 +124,11 @@ def ids_of(document: Document, tokenizer: Tokenizer) -> TokenIds:
 
 
 def check_data(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool = False) -> None:
-    """Checks, before any worker starts, that a run on `data` could train, validate and print a
-    sample.
+    """Checks, before workers start, that a run can use `data` to train, to validate and, if
+    `samples_text`, to print generated text.
 
-    Reads only as much text as fills a window of each part, and only the headers of token files.
-    Raises ConfigError, and DataError for a file that cannot be read."""
+    Reads only as much text as fills one window of each part, and only the headers of token files.
+    Raises ConfigError, or DataError for an unusable file."""
     for index, corpus in enumerate(data.corpora):
         try:
             _check_corpus(corpus, seq_len, vocab, samples_text=samples_text and index == 0)
@@ -140,9 +140,9 @@ def check_data(data: DataConfig, *, seq_len: int, vocab: int, samples_text: bool
 
 
 def _refuse_other_tokenizers(data: DataConfig) -> None:
-    """Raises ConfigError if the token IDs of two sources come from different tokenizers, or if
-    masked documents end with different IDs."""
-    # For each property: its value in the first source that has it, and the name of that source.
+    """Raises ConfigError if two sources have different tokenizers, or if `data.documents` is "mask"
+    and their documents end with different IDs."""
+    # property -> (its value in the first source that has it, name of that source)
     first: dict[str, tuple[object, str]] = {}
     for index, corpus in enumerate(data.corpora):
         name = f"data.sources[{index}].path = {corpus.path}"
@@ -175,7 +175,7 @@ def _check_corpus(data: DataConfig, seq_len: int, vocab: int, *, samples_text: b
         parts = split_documents(find_documents(data), data.validation_fraction)
         tokens_of = [_up_to_a_window(part, tokenizer, seq_len) for part in parts]
     if needed > vocab:
-        fits = -(-needed // 8) * 8  # A multiple of 8 is divisible by the usual tp sizes.
+        fits = -(-needed // 8) * 8  # Divisible by tp = 2, 4 and 8.
         raise ConfigError(
             f"model.vocab = {vocab}: must be at least {needed}, for the IDs of {corpus}; try {fits}"
         )
@@ -184,7 +184,7 @@ def _check_corpus(data: DataConfig, seq_len: int, vocab: int, *, samples_text: b
 
 
 def refuse_short(seq_len: int, tokens: int, corpus: str) -> None:
-    """Raises ConfigError if the tokens of a corpus do not fill a window."""
+    """Raises ConfigError if `tokens` do not fill a window of `seq_len` + 1 tokens."""
     if tokens <= seq_len:
         raise ConfigError(
             f"train.seq_len = {seq_len}: needs windows of seq_len + 1 = {seq_len + 1} tokens, but "
@@ -193,7 +193,7 @@ def refuse_short(seq_len: int, tokens: int, corpus: str) -> None:
 
 
 def _up_to_a_window(documents: Sequence[Document], tokenizer: Tokenizer, seq_len: int) -> int:
-    """Returns the number of tokens of `documents`, counted only until one window is full."""
+    """Returns the number of tokens in `documents`. Stops after the one that fills a window."""
     tokens = 0
     for document in documents:
         tokens += len(ids_of(document, tokenizer)) + 1  # One more for the end-of-text token.
@@ -205,17 +205,16 @@ def _up_to_a_window(documents: Sequence[Document], tokenizer: Tokenizer, seq_len
 def split_documents(
     documents: Sequence[Document], validation_fraction: float
 ) -> tuple[list[Document], list[Document]]:
-    """Splits `documents` into a training and a validation part, neither empty, each in the original
-    order.
+    """Splits `documents` into a training and a validation part. Each keeps the order of the files
+    and has at least one.
 
-    A hash of the file name decides about each file. A file added to the corpus therefore moves no
-    other file, and a run resumed on a larger corpus does not validate on its training data. If a
-    part would be empty, the file whose hash is nearest to the threshold goes there. Only then can
-    an added file move another. A single document gives its last `validation_fraction` of bytes to
-    validation."""
+    A file is for validation if the hash of its name is below `validation_fraction`. So a new file
+    does not move others, and a run resumed on a larger corpus does not validate on its training
+    data. Exception: an empty part gets the file whose hash is nearest to the threshold. A single
+    document gives its last `validation_fraction` of bytes to validation, at least one."""
     if len(documents) == 1:
         (only,) = documents
-        most = max(only.stop - 1, 1)  # At least one byte stays for training.
+        most = max(only.stop - 1, 1)  # Leaves one byte for training, if there are two.
         border = only.stop - min(max(round(only.stop * validation_fraction), 1), most)
         return [replace(only, stop=border)], [replace(only, start=border)]
     draws = {document.name: _draw(document.name) for document in documents}
@@ -229,6 +228,6 @@ def split_documents(
 
 
 def _draw(name: str) -> float:
-    """Returns a number in [0, 1) that depends only on the name and is the same on every machine."""
+    """Returns a hash of `name` in [0, 1), the same on every machine."""
     digest = hashlib.blake2b(os.fsencode(name), digest_size=6).digest()
     return int.from_bytes(digest, "big") / 2**48  # A float represents 48 bits exactly.

@@ -1,4 +1,4 @@
-"""The sets of `data.evaluation`: complete corpora or their first sequences, in order."""
+"""Reads the sets of `data.evaluation`: entire corpora or their first sequences, not shuffled."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from parallel3d.errors import ConfigError
 
 
 def evaluation_windows(config: DataConfig, seq_len: int) -> list[ShuffledWindows]:
-    """Reads the evaluation sets and returns their windows in the order of the text.
+    """Returns the windows of each evaluation set, in the order of its text.
 
-    Raises ConfigError if a set does not exist or has fewer sequences than requested, and DataError
-    for a file that cannot be read."""
+    Raises ConfigError if a set does not exist, is shorter than a window, has fewer sequences than
+    requested or a different tokenizer, and DataError for an unusable file."""
     windows = []
     for index, chosen in enumerate(config.evaluation):
         key = f"data.evaluation[{index}]"
@@ -36,8 +36,8 @@ def evaluation_windows(config: DataConfig, seq_len: int) -> list[ShuffledWindows
 
 
 def _whole_stream(config: DataConfig, chosen: EvaluationConfig) -> TokenStream:
-    """Returns all tokens of a set: both parts of a folder of tokens, or all documents of a text
-    corpus. Raises ConfigError if the tokenizer differs from that of the training data."""
+    """Returns all tokens of a set: both parts of token files, or all documents of a text corpus.
+    Raises ConfigError if token files have a different tokenizer from the first training corpus."""
     if config.source != "tokens":
         own = replace(config, source="text", path=chosen.path)
         return stream_of(find_documents(own), find_tokenizer(own))

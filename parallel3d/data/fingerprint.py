@@ -1,6 +1,7 @@
-"""Fingerprints of a run's data, so that a resume on different data is detected. The path of the
-data does not matter. Only the headers of token files are read.
-"""
+"""Fingerprints of training data, which detect that a run is resumed on different data.
+
+They do not depend on paths. Those of token files are computed from `tokens.json`, those of
+Megatron's files from the numbers of tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from typing import Any
 from parallel3d.data.corpus import Corpus, open_token_files
 from parallel3d.data.windows import TokensInMemory
 
-Fingerprint = Mapping[str, Any]  # Fingerprint of one corpus.
+Fingerprint = Mapping[str, Any]  # property of a corpus -> value
 
 
 def data_fingerprint(corpora: Sequence[Corpus]) -> tuple[dict[str, Any], ...]:
@@ -20,7 +21,7 @@ def data_fingerprint(corpora: Sequence[Corpus]) -> tuple[dict[str, Any], ...]:
 
 
 def differences(then: Sequence[Fingerprint], now: Sequence[Fingerprint]) -> list[str]:
-    """Describes the differences between the data of a checkpoint and of this run."""
+    """Describes how the data of this run, `now`, differs from that of a checkpoint, `then`."""
     if len(then) != len(now):
         return [f"{len(then)} sources, now {len(now)}"]
     found = []

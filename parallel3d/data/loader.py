@@ -1,5 +1,5 @@
-"""Batches: the sequences of a step, drawn from a window source and divided into microbatches of
-each data-parallel rank."""
+"""Loads batches: draws the sequences of a step from a window source, and divides them among
+data-parallel ranks and microbatches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.layers.positions import PackedDocuments
 
 IGNORED = -100  # Label that the loss ignores, as in torch's cross_entropy.
-# Documents of each microbatch. None: a token attends to all tokens before it in its sequence.
+# Document boundaries of each microbatch, or None if attention crosses documents.
 Documents = Sequence[PackedDocuments] | None
 
 
@@ -27,26 +27,28 @@ Documents = Sequence[PackedDocuments] | None
 class WrongId:
     """A token ID outside the model's vocabulary."""
 
-    sample: int
+    sample: int  # Index of the sample that contains the ID.
     token_id: int
-    largest_id: int  # Largest ID in this rank's share of the batch.
+    largest_id: int  # Largest token ID in this rank's share of the batch.
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Share of a global batch for one data-parallel rank, on the CPU."""
+    """One data-parallel rank's share of a global batch, on the CPU."""
 
     inputs: Tensor  # int64 [microbatches, microbatch_size, seq]
     # int64 [microbatches, microbatch_size, seq]: the token after each input, or IGNORED
     labels: Tensor
-    # int64 [microbatches, microbatch_size]: index of each sample in the order of the run
+    # int64 [microbatches, microbatch_size]: sample index of each sequence
     samples: Tensor
-    # First invalid token ID in the share, replaced by 0. The trainer ends the run because of it.
+    # First invalid token ID in the share, or None. Invalid IDs are replaced by 0, and the trainer
+    # ends the run.
     wrong_id: WrongId | None = None
-    documents: Documents = None  # None, unless data.documents = mask.
+    documents: Documents = None  # None unless data.documents = mask.
 
     def pinned(self) -> Batch:
-        """Returns the batch in pinned memory, so that the copy to a GPU is asynchronous."""
+        """Returns the batch in pinned memory, so that copies to a GPU are asynchronous. `samples`
+        stays pageable."""
         documents = self.documents and [each.moved(Tensor.pin_memory) for each in self.documents]
         return replace(
             self,
@@ -58,30 +60,28 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class BatchLoader:
-    """Loads the share of data-parallel rank `dp_rank` of any global batch. It reads no other
-    sequences from `source`.
+    """Loads the share of data-parallel rank `dp_rank` of any global batch. Reads only the sequences
+    of this share from `source`.
 
-    The sequences of a step follow those of the previous step. They begin at step *
-    global_batch_size, or earlier with a batch warmup. Sequence i is sample i, or a later sample if
-    samples before it are `left_out`. Rank r has the r-th of `dp_size` equal ranges of sequences, so
-    the global batch is the same in every layout.
+    The sequences of a step follow those of the step before. Sequence i of the run is sample i, or a
+    later one if `left_out` skips samples before it. Rank r gets the r-th of `dp_size` equal ranges
+    of a step's sequences, so the global batch is the same in every layout.
 
     Args:
         source: Windows to draw from.
-        global_batch_size: Number of sequences in the global batch.
+        global_batch_size: Number of sequences in a global batch.
         microbatch_size: Number of sequences in a microbatch.
         dp_rank: Index of this data-parallel rank.
         dp_size: Number of data-parallel ranks.
         vocab: Vocabulary size of the model.
-        sizes: Global batch sizes of a batch warmup.
+        sizes: Global batch sizes of a batch warmup. Default: `global_batch_size` in every step.
         left_out: Samples that the run skips.
         ignored_ids: Token IDs that the loss ignores as labels.
-        stop: Number of samples. The labels of later samples, which fill up the last batch, are
-            ignored.
-        document_end: Token ID that ends a document, if documents are masked.
+        stop: Number of samples. Later samples only pad the last batch: their labels are ignored.
+        document_end: Token ID that ends a document, or None if attention crosses documents.
 
     Raises:
-        ConfigError: The batch size is not divisible.
+        ConfigError: `global_batch_size` is not a positive multiple of `dp_size * microbatch_size`.
     """
 
     source: WindowSource
@@ -91,12 +91,10 @@ class BatchLoader:
     dp_rank: int
     dp_size: int
     vocab: int
-    # Sizes of the global batch during a batch warmup. None: constant.
     sizes: BatchSizes | None = None
     left_out: SkippedRanges = SkippedRanges()
     ignored_ids: tuple[int, ...] = ()
-    stop: float = inf  # Number of samples. Later ones only fill up the last batch.
-    # Token ID that ends a document, if documents are masked.
+    stop: float = inf
     document_end: int | None = None
 
     def __post_init__(self) -> None:
@@ -112,7 +110,7 @@ class BatchLoader:
     def evaluating(
         self, source: WindowSource, global_batch_size: int, *, stop: float = inf
     ) -> BatchLoader:
-        """Returns a loader for an evaluation in the layout of this loader."""
+        """Returns a loader for evaluation in this layout, without batch warmup and skips."""
         return replace(
             self,
             source=source,
@@ -138,7 +136,7 @@ class BatchLoader:
             wrong_id = WrongId(int(samples[row]), int(drawn[row, column]), largest)
             drawn = np.where(is_wrong, 0, drawn)
         ids = torch.from_numpy(drawn.astype(np.int64))
-        # Clone, because both slices of a single sequence are contiguous and would share memory.
+        # Clone: with one sequence both slices are contiguous, so contiguous() would not copy them.
         inputs = ids[:, :-1].clone(memory_format=torch.contiguous_format)
         labels = ids[:, 1:].clone(memory_format=torch.contiguous_format)
         labels[torch.from_numpy(is_beyond)] = IGNORED
@@ -156,8 +154,8 @@ class BatchLoader:
 
 
 def documents_ended_by(end_of_text: int | None, ids: Tensor) -> Documents:
-    """Returns the documents in microbatches of IDs [microbatches, batch, seq], each ended by
-    `end_of_text`. Returns None if `end_of_text` is None."""
+    """Returns the document boundaries of each microbatch of `ids` [microbatches, batch, seq], where
+    `end_of_text` ends a document. Returns None if `end_of_text` is None."""
     if end_of_text is None:
         return None
     return [PackedDocuments.ended_by(end_of_text, each) for each in ids]
@@ -165,7 +163,7 @@ def documents_ended_by(end_of_text: int | None, ids: Tensor) -> Documents:
 
 @dataclass(frozen=True, eq=False)
 class EvaluationSet:
-    """Sequences to evaluate on, as this rank's shares of equally large global batches."""
+    """An evaluation set, as this data-parallel rank's shares of global batches of equal size."""
 
     name: str
     loader: BatchLoader
@@ -175,10 +173,10 @@ class EvaluationSet:
     def build(
         cls, name: str, like: BatchLoader, source: WindowSource, sequences: int | None
     ) -> EvaluationSet:
-        """Builds a set from the first `sequences` of `source` (None: all).
+        """Builds a set from the first `sequences` of `source`, or from all if it is None.
 
-        Batches have the layout of `like` and are not larger than its batches. Sequences that only
-        fill up the last batch have no labels."""
+        Its layout is that of `like`, and its global batches are not larger. The last batch is
+        padded with sequences whose labels are ignored."""
         wanted = source.windows if sequences is None else sequences
         steps = ceil(wanted / like.global_batch_size)
         unit = like.dp_size * like.microbatch_size
@@ -194,18 +192,17 @@ class EvaluationSet:
 def batches_ahead(
     loader: BatchLoader, steps: range, device: torch.device
 ) -> Generator[Batch, None, None]:
-    """Yields the batches of `steps` in order. A thread loads one batch ahead.
+    """Yields the batches of `steps` in order, and loads the next one in a thread.
 
-    For a GPU, batches are in pinned memory. An error of the loader is raised when its batch is
-    requested. The thread ends with the generator, so close the generator if you may leave it
-    early."""
+    If `device` is a GPU, batches are in pinned memory. An error in the thread is raised when its
+    batch is requested. Close the generator if you do not exhaust it, so that the thread ends."""
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="next_batch") as thread:
         coming: Future[Batch] | None = None
         for step in steps:
             batch = (coming or thread.submit(loader.batch, step)).result()
             coming = thread.submit(loader.batch, step + 1) if step + 1 in steps else None
-            # Pin in the caller's thread. Allocating pinned memory may make CUDA wait for the
-            # device, which must not happen in the middle of a pipeline step.
+            # Pin here, not in the thread. Allocating pinned memory may make CUDA wait for the GPU,
+            # which must not happen during a pipeline step.
             if device.type == "cuda":
                 batch = batch.pinned()
             yield batch

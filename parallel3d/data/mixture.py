@@ -1,14 +1,14 @@
-"""A data mixture: each source has its share of the samples of a run to within one sample.
+"""Mixes several data sources, each with its share of the samples to within one.
 
-The weights of a stage are integers w_i with sum W. A pattern of W samples contains source i w_i
-times and repeats. Sample n of the stage is position n % W of repetition n // W, an exact and
-stateless lookup.
+The weights of a mixture stage are integers w_i with sum W. A pattern of W samples, w_i of them from
+source i, repeats throughout the stage. Sample n of the stage is position n % W of repetition
+n // W, an exact and stateless lookup.
 
 The pattern is Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32,
-1980). Among the first n samples source i has n * w_i / W to within 1 - 1 / (2k - 2), where k is the
-number of sources with a positive weight. No pattern has a smaller bound. The bound gives each
-sample of a source a first and a last allowed position. Each position takes, among the samples
-allowed there, the one with the earliest last position."""
+1980). Let k > 1 be the number of sources with a positive weight. Among the first n samples of the
+stage, the number from source i differs from n * w_i / W by at most 1 - 1 / (2k - 2). No smaller
+bound holds for all weights. It implies a first and a last allowed position for each sample. Each
+position takes, among the samples allowed there, the one with the earliest last position."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ Int64s = NDArray[np.int64]
 
 @cache
 def mixture_pattern(weights: tuple[int, ...]) -> tuple[Int64s, Int64s]:
-    """Returns the pattern for integer `weights`, not all 0: the source of each sample, and the
-    number of earlier samples of that source."""
+    """Returns the pattern for integer `weights`, not all 0. For each position it has the source and
+    the number of earlier samples from that source."""
     period = sum(weights)
-    twice = max(2 * np.count_nonzero(weights) - 2, 1)  # 2k - 2; any number for a single source
+    twice = max(2 * np.count_nonzero(weights) - 2, 1)  # 2k - 2, or any number for one source.
     source = np.repeat(np.arange(len(weights)), weights)
     earlier = np.concatenate([np.arange(weight) for weight in weights])
     share = twice * np.repeat(weights, weights)
-    # Sample m of a source can be at position n (from 1) only if m + 1 - n * w / W, the lead of the
-    # source, is within the bound.
+    # Sample m of a source can be at position n, counted from 1, only if the source is then not
+    # ahead by more than the bound: m + 1 - n * w / W.
     first = -(-(earlier * twice + 1) * period // share)
-    # It must come before the first n at which n * w / W - m, the lag of the source without it,
-    # exceeds the bound.
+    # It must come before the first n at which the source without it would be behind by more than
+    # the bound: n * w / W - m.
     last = ((earlier + 1) * twice - 1) * period // share + 1
     samples_from = defaultdict(list)  # Keyed by the first position that is allowed.
     for sample, place in enumerate(first.tolist()):
@@ -59,13 +59,13 @@ def mixture_pattern(weights: tuple[int, ...]) -> tuple[Int64s, Int64s]:
 
 @dataclass(frozen=True)
 class MixtureOrder:
-    """Source of each sample of a run. A source continues after a change of weights, so its own
-    samples are numbered 0, 1, 2, ... over all stages."""
+    """Assigns each sample of a run to a source. The samples of a source are numbered 0, 1, 2, ...
+    over all mixture stages, so a source is not restarted when weights change."""
 
     stages: tuple[MixtureStage, ...]
 
     def drawn(self, samples: int) -> Int64s:
-        """Returns how many of the first `samples` come from each source."""
+        """Returns how many of the run's first `samples` samples come from each source."""
         total = np.zeros(len(self.stages[0].weights), dtype=np.int64)
         end = samples
         for first, weights in reversed(self.stages):
@@ -78,7 +78,7 @@ class MixtureOrder:
         return total
 
     def draws(self, samples: Int64s) -> tuple[Int64s, Int64s]:
-        """Returns the source of each of `samples`, and the index of the sample within that
+        """Returns the source of each sample index in `samples`, and the sample's index within that
         source."""
         source = np.empty_like(samples)
         own = np.empty_like(samples)
@@ -98,19 +98,18 @@ class MixtureOrder:
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """A window source that draws from several sources in `order`."""
+    """A window source that draws from several `sources` according to `order`."""
 
     sources: Sequence[WindowSource]
     order: MixtureOrder
 
     @property
     def windows(self) -> int:
-        """Number of windows of all sources. Each source has its own epochs."""
+        """Total number of windows. It is not an epoch: each source has its own epochs."""
         return sum(source.windows for source in self.sources)
 
     def draw(self, samples: Int64s) -> TokenIds:
-        """Returns the windows `[samples, seq_len + 1]` of samples, given by their indices in the
-        run."""
+        """Returns the windows `[len(samples), seq_len + 1]` for sample indices of the run."""
         chosen, own = self.order.draws(samples)
         by_source = np.argsort(chosen, kind="stable")
         parts = []
@@ -123,10 +122,10 @@ class Mixture:
 def windows_of_run(
     recipe: Recipe, streams: Sequence[TokenStream], *, for_validation: bool = False
 ) -> WindowSource:
-    """Returns the window source of a run, from one token stream per corpus.
+    """Returns the window source of a run for `streams`, one per corpus.
 
-    With `for_validation`, weights are those of the first stage, and the order is the same for every
-    seed of the run."""
+    With `for_validation`, it uses the weights of the first mixture stage and seed 0, whatever
+    `train.seed` is."""
     stages = mixture_stages(recipe)
     seed = recipe.train.seed
     if for_validation:
@@ -141,8 +140,8 @@ def windows_of_run(
 
 
 def drawn_by_source(recipe: Recipe, steps: int, left_out: SkippedRanges) -> dict[str, int]:
-    """Returns how many sequences the first `steps` steps draw from each of `data.sources`, by name.
-    Sources without sequences are omitted."""
+    """Returns how many sequences the first `steps` steps draw from each of `data.sources`, keyed by
+    name. Sources without sequences are omitted."""
     order = MixtureOrder(mixture_stages(recipe))
     sequences = recipe.batch_sizes.before(steps)
     drawn = order.drawn(left_out.end(sequences))

@@ -1,5 +1,5 @@
-"""The documents of a corpus: the non-empty files that `data` names, in the same order on every file
-system."""
+"""Finds and reads the documents of a text corpus: its non-empty files, in the same order on every
+file system."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ NOT_STDLIB = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """A document: the bytes `start` to `stop` of a file. It is the complete file, unless a single
-    file is split in two."""
+    """A document: the bytes `start` to `stop` of a file. It is the entire file, unless a corpus of
+    one file was split for validation."""
 
-    name: str  # Path relative to the folder of the corpus, with slashes on every machine.
+    name: str  # Path relative to the corpus folder, with forward slashes.
     path: Path
     start: int = 0
     stop: int
 
     def read(self) -> bytes:
-        """Reads the document. Raises DataError if the file cannot be read, has shrunk, or is not
-        text."""
+        """Reads the document. Raises DataError if the file cannot be read, has shrunk, or contains
+        a zero byte."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.start)
                 content = file.read(self.stop - self.start)
         except OSError as error:
             _refuse(error)
-        # Text does not contain zero bytes. Compressed and numeric files contain many.
+        # UTF-8 text has no zero bytes, but compressed and numeric files have many.
         if (zero := content.find(0)) >= 0:
             raise DataError(
                 f"{self.path}: binary file, not text: byte {self.start + zero:,} is zero; use a "
@@ -54,9 +54,9 @@ class Document:
 def find_documents(config: DataConfig) -> list[Document]:
     """Returns the non-empty files of the corpus, sorted by name.
 
-    Links to files are followed. Links to folders are not, because they may loop. Only folders and
-    sizes are read. Raises ConfigError if `config` names no file with text, and DataError for a file
-    or folder that cannot be read."""
+    Symbolic links to files are followed, but not those to folders, which may form a loop. Files are
+    not opened. Raises ConfigError if no non-empty file is found, and DataError for a file or folder
+    that cannot be read."""
     if config.source == "stdlib":
         if config.path is not None:
             raise ConfigError(
@@ -73,7 +73,7 @@ def find_documents(config: DataConfig) -> list[Document]:
                 "try the path of a text file or of a folder of them, or data.source=stdlib"
             )
         if root.is_dir():
-            pattern = config.pattern.removeprefix("**/") or "*"  # The search is always recursive.
+            pattern = config.pattern.removeprefix("**/") or "*"  # The search is recursive anyway.
             names = [name for name in walk_files(root) if PurePosixPath(name).match(pattern)]
         else:
             names = [root.name]
@@ -98,8 +98,8 @@ def find_documents(config: DataConfig) -> list[Document]:
 def walk_files(
     root: Path, is_left_out: Callable[[str], bool] = lambda folder: False
 ) -> Iterator[str]:
-    """Yields the names of all files below `root`, except in folders that `is_left_out` selects by
-    name. Raises DataError for a folder that cannot be listed."""
+    """Yields the relative paths of all files below `root`, except in folders whose name
+    `is_left_out` accepts. Raises DataError for a folder that cannot be listed."""
     for folder, folders, files in os.walk(root, onerror=_refuse):
         folders[:] = [name for name in folders if not is_left_out(name)]
         for file in files:

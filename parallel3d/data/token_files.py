@@ -1,13 +1,13 @@
-"""Token IDs in files, as two streams: a folder of shards with a `tokens.json`, or a Megatron data
-set. Only the folder format is written here.
+"""Reads token IDs from files, as a training and a validation stream: a folder of shards with a
+`tokens.json`, or a Megatron-LM data set. Only the folder format can be written.
 
 A shard such as `train-00000.bin` contains little-endian IDs of consecutive documents, each followed
-by the end-of-text token. Megatron's IDs are in PREFIX.bin. PREFIX.idx has a header, the lengths of
-sequences (int32), their offsets in bytes (int64), and the indices of the first sequence of each
-document and of the end (int64).
+by the end-of-text token. The IDs of a Megatron-LM data set are in PREFIX.bin. PREFIX.idx has a
+header, the sequence lengths (int32), their offsets in bytes (int64), and the index of the first
+sequence of each document, then the number of sequences (int64).
 
-IDs are read by position into the array of the batch. Files are not memory-mapped, so the memory of
-a process does not grow with the data that it has read."""
+IDs are read directly into the batch. Files are not memory-mapped, so the memory of a process does
+not grow with the data that it has read."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ Part = Literal["train", "validation"]
 PARTS: tuple[Part, ...] = ("train", "validation")
 PlainName = Annotated[str, AfterValidator(plain_name)]  # Name of a file in the same folder.
 Count = Annotated[int, Interval(ge=0, lt=2**63)]
-# Maximum number of open files. A corpus may have more shards than a process may open.
-_OPEN_FILES = 64
+_OPEN_FILES = 64  # Limit per stream; a corpus may have more shards than a process may open.
 # Megatron's header: magic, version, dtype code, number of sequences, number of document boundaries.
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -49,7 +48,7 @@ _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One file of token IDs, as described in `tokens.json`."""
+    """Entry of `tokens.json` for one file of token IDs."""
 
     file: PlainName
     tokens: Count = 0
@@ -59,12 +58,12 @@ class Shard:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardTokenizer:
-    """The tokenizer of the token IDs: `bytes`, or a tokenizer.json in the same folder."""
+    """Entry of `tokens.json` for the tokenizer: `bytes`, or a tokenizer.json in the same folder."""
 
     kind: Literal["bytes", "json"]
     file: PlainName | None = None
     sha256: str | None = None  # SHA-256 of the file.
-    end_of_text: str | None = None  # Token that ends a document, if the file does not name one.
+    end_of_text: str | None = None  # Token that ends a document; None: found in `file`.
 
     @property
     def label(self) -> str:
@@ -75,14 +74,14 @@ class ShardTokenizer:
 class TokensJson:
     """Content of `tokens.json`."""
 
-    # It also applies to the classes above.
+    # It also applies to the dataclasses of the fields.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     format: Literal[1] = 1
     dtype: Literal["uint16", "uint32"]
     vocab_size: int
     largest_id: int
-    end_of_text: int | None  # ID that ends a document.
+    end_of_text: int | None  # ID that ends a document, or None if unknown.
     tokenizer: ShardTokenizer | None
     train: tuple[Shard, ...]
     validation: tuple[Shard, ...]
@@ -92,8 +91,8 @@ class TokensJson:
         return self.train + self.validation
 
     def write(self, folder: Path) -> None:
-        """Writes `tokens.json` atomically. It is written last, so a folder without it is
-        incomplete."""
+        """Writes `tokens.json` atomically. Call it after writing all shards, because a folder
+        without `tokens.json` counts as incomplete."""
         partial = folder / f"{TOKENS_JSON}.partial"
         partial.write_bytes(_TOKENS_JSON.dump_json(self, indent=1) + b"\n")
         partial.replace(folder / TOKENS_JSON)
@@ -121,7 +120,7 @@ _TOKENS_JSON = TypeAdapter(TokensJson)
 
 @dataclass(frozen=True)
 class FileSlice:
-    """Token IDs `first` to `first + tokens` of a file."""
+    """`tokens` consecutive token IDs of a file, from index `first` on."""
 
     path: Path
     tokens: int
@@ -129,7 +128,7 @@ class FileSlice:
 
 
 class FileTokens:
-    """A stream of token IDs over several files. Only the IDs that `read` returns are in memory."""
+    """A stream of token IDs from several files. IDs are read when they are requested."""
 
     def __init__(self, slices: Sequence[FileSlice], dtype: np.dtype[np.integer]) -> None:
         self.slices = tuple(slices)
@@ -141,8 +140,8 @@ class FileTokens:
         return self._starts[-1]
 
     def read(self, starts: NDArray[np.int64], length: int) -> TokenIds:
-        """Returns `length` tokens from each of `starts`, as `[starts, length]`. A range may span
-        several files. Raises DataError for a file that cannot be read."""
+        """Returns `length` tokens from each of `starts`, as `[len(starts), length]`. A range may
+        span several files. Raises DataError for a file that cannot be read."""
         found = np.empty((len(starts), length), self.dtype)
         for row, start in zip(found, starts.tolist(), strict=True):
             at = bisect_right(self._starts, start) - 1
@@ -157,7 +156,7 @@ class FileTokens:
         return found
 
     def _fill(self, ids: TokenIds, source: FileSlice, place: int) -> None:
-        """Fills `ids` from `source`, starting at its token `place`."""
+        """Reads the tokens of `source` from index `place` on into `ids`."""
         at = (source.first + place) * self.dtype.itemsize
         try:
             count = os.preadv(self._open(source.path).number, [ids.data.cast("B")], at)
@@ -171,7 +170,7 @@ class FileTokens:
 
 
 class _Descriptor:
-    """A file that stays open for reading as long as this object exists."""
+    """A file descriptor for reading, closed when this object is deleted."""
 
     def __init__(self, path: Path) -> None:
         self.number = os.open(path, os.O_RDONLY)
@@ -180,7 +179,7 @@ class _Descriptor:
 
 @dataclass(frozen=True)
 class TokenFiles:
-    """The training and validation stream at a path. `header` is None for Megatron's files."""
+    """The training and validation streams of token files. `header` is None for Megatron's."""
 
     train: FileTokens
     validation: FileTokens
@@ -188,10 +187,11 @@ class TokenFiles:
 
 
 def open_tokens(path: Path, validation_fraction: float) -> TokenFiles:
-    """Opens a folder with a `tokens.json`, or Megatron's files with the prefix `path`.
+    """Opens a folder with a `tokens.json`, or else Megatron's files with the prefix `path`.
 
-    Of Megatron's documents, the last `validation_fraction` are for validation. Only headers and
-    sizes are read. Raises DataError if a file is missing or has the wrong size."""
+    The last `validation_fraction` of Megatron's documents are for validation: at least one, never
+    all. A single document is split. Reads only headers and file sizes. Raises DataError for a
+    missing file, an invalid header or a wrong size."""
     if not path.is_dir():
         return _open_megatron(path, validation_fraction)
     header = TokensJson.read(path)
@@ -221,7 +221,7 @@ def _open_megatron(prefix: Path, validation_fraction: float) -> TokenFiles:
         size_bytes = int(starts[-1]) + int(lengths[-1]) * dtype.itemsize
         tokens = size_bytes // dtype.itemsize
         first = tokens - max(round(tokens * validation_fraction), 1)
-        if borders > 2:  # A single document is split.
+        if borders > 2:  # With several documents, none is split.
             held_out = min(max(round((borders - 1) * validation_fraction), 1), borders - 2)
             first = int(starts[first_sequences[-1 - held_out]]) // dtype.itemsize
     except OSError as error:
@@ -258,11 +258,11 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 
 
 class FolderWriter(AbstractContextManager["FolderWriter"]):
-    """Writes a folder of tokens.
+    """Context manager that writes a folder of token files.
 
-    `add` appends documents to a part. A shard that reaches `shard_tokens` is closed, and the next
-    one begins. `tokens.json` is written last, so a folder left by an error or a kill does not count
-    as complete."""
+    `add` appends documents to a part, to a new shard if the last has `shard_tokens` tokens or more.
+    `tokens.json` is written at the end if no error occurred. Without it, a folder does not count as
+    complete."""
 
     def __init__(
         self,
@@ -285,8 +285,8 @@ class FolderWriter(AbstractContextManager["FolderWriter"]):
         self._files: dict[Part, BinaryIO] = {}
 
     def add(self, part: Part, ids: TokenIds, documents: int = 1) -> None:
-        """Appends documents, each with its end-of-text token, to `part`. Raises DataError for an ID
-        outside the vocabulary."""
+        """Appends the `ids` of `documents` documents, including end-of-text tokens, to `part`.
+        Raises DataError for an ID outside the vocabulary."""
         largest = int(ids.max())
         for each in (ids.min(), largest):
             if not 0 <= each < self.vocab_size:

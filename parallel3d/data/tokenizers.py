@@ -1,5 +1,5 @@
-"""Tokenizers: text to token IDs and back. `bytes` is built in and fits any text. A tokenizer.json
-is read by the library `tokenizers`."""
+"""Tokenizers, which convert text to token IDs and back. `bytes` is built in and encodes any bytes.
+A tokenizer.json is read by Hugging Face's library `tokenizers`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel3d.errors import ConfigError
 if TYPE_CHECKING:
     import tokenizers
 
-# End-of-text tokens of published tokenizers, in the order of search.
+# Common end-of-text tokens. The first that is a special token of the tokenizer is used.
 END_OF_TEXT_MARKS = (
     *("<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<|endofdocument|>"),
     *("</s>", "<eos>", "<|eos|>", "[EOS]"),
@@ -35,41 +35,41 @@ def ids_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 @dataclass(frozen=True)
 class ByteTokenizer:
-    """One token per byte (IDs 0 to 255), and `end_of_text` (256)."""
+    """One token per byte (IDs 0 to 255), and an end-of-text token (ID 256)."""
 
     vocab_size: int = 257
     end_of_text: int = 256
 
     def encode(self, text: bytes | str) -> NDArray[np.uint16]:
-        """Returns the bytes of `text` as token IDs. They need not be UTF-8."""
+        """Returns the bytes of `text` as token IDs. Bytes need not be valid UTF-8."""
         raw = text.encode() if isinstance(text, str) else text
         return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
-        """Returns the text of `ids`. Invalid UTF-8 and IDs of a padded vocabulary become U+FFFD."""
-        # 0xFF is invalid in UTF-8, so it decodes to U+FFFD.
+        """Returns the text of `ids`. Invalid UTF-8 and IDs above 256 become U+FFFD."""
+        # 0xFF, for unknown IDs, is invalid in UTF-8 and so decodes to U+FFFD.
         known = {byte: bytes([byte]) for byte in range(256)}
-        known[self.end_of_text] = b"<|end_of_text|>"  # visible in generated text
+        known[self.end_of_text] = b"<|end_of_text|>"  # Visible in generated text.
         flat = np.asarray(ids, dtype=np.int64).ravel().tolist()
         return b"".join(known.get(each, b"\xff") for each in flat).decode(errors="replace")
 
 
 @dataclass(frozen=True)
 class JsonTokenizer:
-    """A tokenizer.json. It adds no special tokens, such as a beginning of text, and does not
-    truncate or pad, whatever the file says."""
+    """Tokenizer of a tokenizer.json. It adds no special tokens, such as a beginning-of-text token,
+    and does not truncate or pad, regardless of the settings in the file."""
 
     path: Path
     vocab_size: int
     end_of_text: int
-    sha256: str  # SHA-256 of the file
+    sha256: str  # SHA-256 of the file.
     library: tokenizers.Tokenizer = field(repr=False, compare=False)
 
     def encode(self, text: bytes | str) -> TokenIds:
         """Returns the token IDs of `text`.
 
-        Incomplete characters at both ends of bytes, where a file was split, are dropped. Raises
-        UnicodeDecodeError for other invalid UTF-8."""
+        If `text` is bytes, incomplete characters at its ends, where a file may have been split, are
+        dropped. Raises UnicodeDecodeError for other invalid UTF-8."""
         if isinstance(text, bytes):
             whole_from = next((at for at, byte in enumerate(text[:4]) if byte & 0xC0 != 0x80), 0)
             text = codecs.getincrementaldecoder("utf-8")().decode(text[whole_from:])
@@ -77,7 +77,7 @@ class JsonTokenizer:
         return np.array(found.ids, dtype=ids_dtype(self.vocab_size))
 
     def decode(self, ids: Sequence[int] | TokenIds) -> str:
-        """Returns the text of `ids`, special tokens by name. IDs outside the vocabulary are
+        """Returns the text of `ids`, including special tokens. IDs outside the vocabulary are
         dropped."""
         flat = np.asarray(ids, dtype=np.int64).ravel()
         return self.library.decode(
@@ -85,14 +85,14 @@ class JsonTokenizer:
         )
 
 
-# `vocab_size` is the largest ID + 1. `end_of_text` ends every document. `encode` never returns it:
-# text that spells it stays text.
+# `vocab_size` is the largest ID + 1. `end_of_text` is the ID that ends a document. `encode` never
+# returns it, even for text that looks like the token.
 Tokenizer = ByteTokenizer | JsonTokenizer
 
 
 def import_extra(library: str, needed_by: str) -> Any:
-    """Imports a library of the extra `data`. Raises ConfigError with the installation command if it
-    is missing. `needed_by` is the setting that requires it."""
+    """Imports a library of the extra `parallel3d[data]`. If it is missing, raises a ConfigError
+    with the installation command. `needed_by` is the setting that requires it."""
     try:
         return import_module(library)
     except ImportError:
@@ -109,17 +109,17 @@ def build_tokenizer(
     key: str = "data.tokenizer",
     mark_key: str = "data.end_of_text",
 ) -> Tokenizer:
-    """Returns a tokenizer.
+    """Builds a tokenizer.
 
     Args:
         name: `bytes`, or the path of a tokenizer.json.
-        mark: Token that ends a document. Default: the first of END_OF_TEXT_MARKS among the special
-            tokens of the file.
-        key: Setting that gave `name`, for errors.
-        mark_key: Setting that gave `mark`, for errors.
+        mark: Token of the file that ends a document. Default: the first of END_OF_TEXT_MARKS among
+            its special tokens.
+        key: Setting of `name`, for error messages.
+        mark_key: Setting of `mark`, for error messages.
 
     Raises:
-        ConfigError: The file cannot be read, or it does not contain the token.
+        ConfigError: The file cannot be read or has no such token, or the library is missing.
     """
     if name == "bytes":
         return ByteTokenizer()
@@ -144,9 +144,8 @@ def build_tokenizer(
             f"{mark_key} = {mark}: must be the token of {key} = {name} that ends a document; its "
             f"special tokens are {known}"
         )
-    library.add_special_tokens([mark])  # The token keeps its ID.
-    # Text that spells a special token is encoded as ordinary text.
-    library.encode_special_tokens = True
+    library.add_special_tokens([mark])  # The token exists and keeps its ID.
+    library.encode_special_tokens = True  # Encode special tokens in the text as text.
     library.no_truncation()
     library.no_padding()
     return JsonTokenizer(

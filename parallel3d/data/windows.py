@@ -1,7 +1,7 @@
-"""Streams of token IDs, and their windows in the order of a run's samples.
+"""Streams of token IDs, and sources that draw windows from them.
 
-A window is `seq_len + 1` tokens at stride `seq_len`. Its first `seq_len` tokens are the inputs, and
-its last `seq_len` tokens are the labels."""
+A window is `seq_len + 1` consecutive tokens. Windows start every `seq_len` tokens, so neighbors
+share one token. The first `seq_len` tokens are the inputs, the last `seq_len` are the labels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from parallel3d.data.order import window_order
 
-TokenIds = NDArray[np.integer]  # uint16, or uint32 for large vocabularies.
+TokenIds = NDArray[np.integer]  # uint16 or uint32, or another integer type in Megatron's files
 
 
 class TokenStream(Protocol):
@@ -25,12 +25,12 @@ class TokenStream(Protocol):
         ...
 
     def read(self, starts: NDArray[np.int64], length: int) -> TokenIds:
-        """Returns `length` tokens from each of `starts`, as `[starts, length]`."""
+        """Returns `length` tokens from each of `starts`, as `[len(starts), length]`."""
         ...
 
 
 class WindowSource(Protocol):
-    """Windows from which a loader draws sequences."""
+    """Source from which a loader draws windows by sample index."""
 
     @property
     def windows(self) -> int:
@@ -38,8 +38,8 @@ class WindowSource(Protocol):
         ...
 
     def draw(self, samples: NDArray[np.int64]) -> TokenIds:
-        """Returns the windows `[samples, seq_len + 1]` of samples, given by their indices in the
-        run. The result does not depend on earlier calls."""
+        """Returns the windows `[len(samples), seq_len + 1]` for sample indices of the run. The
+        result does not depend on earlier calls."""
         ...
 
 
@@ -53,15 +53,15 @@ class TokensInMemory:
         return len(self.ids)
 
     def read(self, starts: NDArray[np.int64], length: int) -> TokenIds:
-        """Returns `length` tokens from each of `starts`, as `[starts, length]`."""
-        every_run: TokenIds = sliding_window_view(self.ids, length)  # A view, without a copy.
+        """Returns `length` tokens from each of `starts`, as `[len(starts), length]`."""
+        every_run: TokenIds = sliding_window_view(self.ids, length)  # Does not copy.
         return every_run[starts]
 
 
 @dataclass(frozen=True, eq=False)
 class ShuffledWindows:
-    """The windows of one stream, each once per epoch, shuffled by `seed`, or in order if it is
-    None. The stream must have at least one window."""
+    """The windows of one stream, each once per epoch. They are shuffled by `seed`, or stay in order
+    if it is None. The stream must have at least one window."""
 
     stream: TokenStream
     _: KW_ONLY
@@ -74,7 +74,6 @@ class ShuffledWindows:
         return (len(self.stream) - 1) // self.seq_len
 
     def draw(self, samples: NDArray[np.int64]) -> TokenIds:
-        """Returns the windows `[samples, seq_len + 1]` of samples, given by their indices in the
-        run."""
+        """Returns the windows `[len(samples), seq_len + 1]` for sample indices of the run."""
         windows = window_order(samples, windows=self.windows, seed=self.seed)
         return self.stream.read(windows * self.seq_len, self.seq_len + 1)

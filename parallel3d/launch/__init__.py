@@ -1,2 +1,1 @@
-"""Starting the workers of a run on this host, their rendezvous, failure reports, and the folder of
-a run."""
+"""Starts the workers of a run, connects them, reports failures, and manages the run folder."""

@@ -1,4 +1,4 @@
-"""Deterministic algorithms of torch, for runs that are bitwise reproducible on GPUs."""
+"""Selects torch's deterministic algorithms, so that runs are bitwise reproducible on GPUs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from typing import Any
 def deterministic(wanted: bool) -> Iterator[None]:
     """Context manager in which torch uses only deterministic algorithms, if `wanted`.
 
-    Attention and index sums then use deterministic backward kernels. An operator without one raises
-    RuntimeError. Enter it before CUDA is used, because cuBLAS reads its workspace size from the
-    environment when it starts.
-    """
+    For example, attention and index sums use deterministic backward kernels. An operator without
+    one raises RuntimeError. Enter the context before CUDA is used, because cuBLAS reads its
+    workspace size from the environment when it is initialized."""
     import torch
 
     if not wanted:
         yield
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # Any, because mypy does not know its attribute, which is defined dynamically.
+    # Any, because mypy does not see an attribute that is defined dynamically.
     memory: Any = torch.utils.deterministic
     fills = memory.fill_uninitialized_memory
     was_on = torch.are_deterministic_algorithms_enabled()
-    # Filling would cost time. No memory is read before it is written.
+    # Filling takes time, and no memory is read before it is written.
     memory.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True)
     try:

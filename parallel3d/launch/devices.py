@@ -1,8 +1,7 @@
-"""Chooses the device of each rank, and checks the devices of all ranks when they meet.
+"""Chooses the device of each rank, and checks the devices of all ranks at the rendezvous.
 
-A rank uses a GPU if it sees one. A launcher can show each rank all GPUs of its host, or only its
-own, which then is device 0 on every rank. Conflicts can therefore be found only when all ranks have
-met."""
+A launcher can show each rank all GPUs of its host, or only one, which then is device 0 on every
+rank. A rank alone therefore cannot tell whether it shares its GPU with another rank."""
 
 from __future__ import annotations
 
@@ -35,12 +34,12 @@ class Place:
     pid: int
     # Process IDs are comparable only within one PID namespace of one host.
     pid_namespace: str = ""
-    gpu: str = ""  # Identifies a GPU among those of all hosts. "" for a rank on the CPU.
-    problem: str = ""  # Why the rank has no device, or "".
+    gpu: str = ""  # ID that is unique over all hosts; "" for a rank on the CPU.
+    problem: str = ""  # Error message if the rank has no device.
 
     @classmethod
     def of_this_process(cls, device: torch.device, problem: str = "") -> Place:
-        """Returns the place of this process. `problem` says why it has no device."""
+        """Returns the place of this process. `problem` is the error if it has no device."""
         host = socket.gethostname()
         namespace = ""
         gpu = ""
@@ -49,19 +48,18 @@ class Place:
         if device.type == "cuda":
             import torch
 
-            # NCCL refuses two ranks on the same GPU of one host. NCCL_HOSTID overrides the identity
-            # of the host.
+            # NCCL rejects two ranks on one GPU of a host. NCCL_HOSTID replaces the host's name.
             uuid = torch.cuda.get_device_properties(device).uuid
             gpu = f"{os.environ.get('NCCL_HOSTID', host)}/{uuid}"
         return cls(host=host, pid=os.getpid(), pid_namespace=namespace, gpu=gpu, problem=problem)
 
 
 def choose_device(wanted: DeviceName, local_rank: int) -> torch.device:
-    """Returns the device of the rank with number `local_rank` on its host: a GPU if it sees one,
-    else the CPU.
+    """Returns a GPU if one is visible and `wanted` is not "cpu", else the CPU.
 
-    Raises ConfigError if no GPU is visible but one is requested, or exists but is hidden. An empty
-    CUDA_VISIBLE_DEVICES counts as hiding GPUs on purpose."""
+    The GPU is number `local_rank` modulo their count. If none is visible, raises ConfigError
+    for "cuda", and for "auto" if torch supports GPUs and the host has NVIDIA GPUs, unless
+    CUDA_VISIBLE_DEVICES hides them on purpose (empty or -1)."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -85,15 +83,15 @@ def _has_hidden_gpus() -> bool:
 
 
 def has_gpu_files() -> bool:
-    """Returns True if this host has a device file of a GPU (CUDA, ROCm, WSL or Jetson). Always True
-    on systems other than Linux."""
+    """Returns True if this host has a GPU device file (CUDA, ROCm, WSL or Jetson). Always True on
+    systems other than Linux."""
     names = ("nvidia[0-9]*", "kfd", "dxg", "nvmap")
     return sys.platform != "linux" or any(any(Path("/dev").glob(name)) for name in names)
 
 
 def exchange_places(store: dist.Store, rank: int, world_size: int, own: Place) -> list[Place]:
-    """Shares the place of this rank and returns the places of all ranks. Raises RuntimeError with
-    the missing ranks after the timeout of the store."""
+    """Writes this rank's place to the store and returns the places of all ranks. If the store times
+    out, raises a RuntimeError that names the missing ranks."""
     keys = [f"place/{each}" for each in range(world_size)]
     store.set(keys[rank], json.dumps(asdict(own)))
     try:
@@ -105,7 +103,7 @@ def exchange_places(store: dist.Store, rank: int, world_size: int, own: Place) -
 
 
 def check_places(places: Sequence[Place], wanted: DeviceName) -> None:
-    """Raises ConfigError, equally on all ranks, if a rank has no device, if only some ranks have a
+    """Raises the same ConfigError on all ranks if a rank has no device, if only some ranks have a
     GPU, or if ranks share a GPU."""
     ranks_of = defaultdict(list)
     for rank, place in enumerate(places):

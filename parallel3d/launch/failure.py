@@ -1,5 +1,5 @@
-"""The record of a failed rank, the search for the root cause among several failures, and the error
-line."""
+"""Records failures of ranks, finds their root cause, prints the error line, and ends a failed
+process."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from parallel3d.errors import Parallel3dError, RankError, RendezvousError, SaveE
 from parallel3d.launch.signals import ignore_stop_signals
 
 _LONGEST_TRACEBACK = 20_000  # Maximum length in characters, so that a report fits into a pipe.
-# Words that gloo, NCCL and the store use if a peer has gone.
+# Matches the errors that gloo, NCCL and the store raise if a peer is lost.
 _LOST_PEER = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused|aborted)|broken pipe|tim(ed|e) ?out|peer"
     r"|process group.*abort",
     re.I,
 )
 _LOST_PEER_CLASSES = ("DistError", "ConnectionError", "TimeoutError")
-_ABORT_S = 5.0  # An abort of NCCL communicators that takes longer never ends.
+_ABORT_S = 5.0  # Seconds to wait for the abort of NCCL communicators, which can hang.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The failure of one rank, recorded by the rank itself if possible."""
+    """Failure of one rank, recorded by that rank if possible."""
 
     rank: int
     coordinates: str
@@ -41,25 +41,24 @@ class Failure:
     host: str = field(default_factory=socket.gethostname)
     exit_status: int = RankError.exit_status
     traceback: str = ""
-    # The process ended or hangs without a report. `message` says what happened.
+    # True if the process ended or hangs without reporting an error. `message` then continues the
+    # sentence "rank 3 ...", as in "was killed by SIGKILL".
     died: bool = False
     foreseen: bool = False  # True for a Parallel3dError, which needs no traceback.
-    secondary: bool = False  # True if the failure is only a consequence of a lost peer.
-    # Time of the failure, by a clock that the processes of a host share.
-    at: float = field(default_factory=time.monotonic)
-    # The rank that prints the failure, if ranks monitor each other. None: the launcher.
-    reporter: int | None = None
+    secondary: bool = False  # True if only a consequence of a lost peer.
+    at: float = field(default_factory=time.monotonic)  # In seconds, comparable within a host.
+    reporter: int | None = None  # Rank that prints the failure, or None without a PeerMonitor.
 
     @classmethod
     def of(cls, error: BaseException, rank: int, parallel: ParallelConfig) -> Failure:
-        """Records an exception on the rank where it occurred."""
+        """Returns the failure of `rank` for an exception that occurred there."""
         message = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
         exit_status = RankError.exit_status
         if isinstance(error, Parallel3dError):
             message = str(error)
             exit_status = error.exit_status
         elif isinstance(error, SystemExit) and isinstance(error.code, int):
-            exit_status = error.code or exit_status  # A worker that exits early has failed.
+            exit_status = error.code or exit_status  # An early exit is a failure, even with 0.
         return cls(
             rank=rank,
             coordinates=str(parallel.coordinates(rank)),
@@ -71,8 +70,8 @@ class Failure:
         )
 
     def traceback_for_user(self, *, verbose: bool) -> str:
-        """Returns the traceback to print below the error line. Errors of the user and lost peers do
-        not need one."""
+        """Returns the traceback to print below the error line. For user errors and lost peers it is
+        empty unless `verbose`."""
         is_wanted = verbose or not (self.foreseen or self.secondary)
         return "\n" + self.traceback.rstrip() if is_wanted and self.traceback else ""
 
@@ -83,7 +82,7 @@ class Failure:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Returns True if the exception is only about another rank that has gone or does not answer."""
+    """Returns True if the exception only says that another rank has ended or does not answer."""
     if isinstance(error, Parallel3dError):
         return isinstance(error, RankError | RendezvousError)
     if any(cls.__name__ in _LOST_PEER_CLASSES for cls in type(error).__mro__):
@@ -94,16 +93,16 @@ def is_lost_peer(error: BaseException) -> bool:
 
 
 def root_cause(failures: Sequence[Failure]) -> Failure:
-    """Returns the failure that caused the others: the earliest that is not about a lost peer.
+    """Returns the failure that most likely caused the others.
 
-    An aborted process may have lost a peer or may have a reason of its own. It is the cause if all
-    other failures are lost peers."""
+    Failures other than lost peers come first, then ranks that died without a report, then the
+    earliest. So a worker killed by SIGABRT is the cause if the others only lost peers."""
     return min(failures, key=lambda failure: (failure.secondary, not failure.died, failure.at))
 
 
 def print_error(message: str) -> None:
-    """Prints `error: ...` to stderr, with further lines of the message indented. Shortens long
-    words and lines, because values from a file can be very long."""
+    """Prints `error: ...` to stderr, with further lines of the message indented. Shortens words
+    from 400 and lines from 1,900 characters on, because values from a file can be very long."""
     message = re.sub(r"(\S{80})\S{320,}", r"\1...", printable(message))
     message = re.sub(r"(.{1500}).{400,}", r"\1 ...", message)
     with suppress(OSError):  # A full disk must not change the exit status.
@@ -111,8 +110,8 @@ def print_error(message: str) -> None:
 
 
 class _Output:
-    """Forwards text to stdout or stderr. After a failed write it keeps the error and drops further
-    text."""
+    """Forwards text to stdout or stderr. A failed write sets `error` and redirects the stream to
+    /dev/null."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -128,7 +127,7 @@ class _Output:
                 self._stream.flush()
         except OSError as error:
             self.error = error
-            # Python flushes again at exit.
+            # Redirect the descriptor, because Python flushes the stream again at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def flush(self) -> None:
@@ -137,12 +136,12 @@ class _Output:
 
 @contextmanager
 def writing_output() -> Iterator[None]:
-    """Context manager for code that errors of its output must not interrupt. Errors of stderr are
-    ignored. At the end, raises SaveError if stdout could not be written.
-    """
-    if sys.stdout is None:  # Otherwise the next file that is opened would get its descriptor.
+    """Context manager in which failed writes to stdout and stderr raise no errors.
+
+    Raises SaveError at its start if stdout is closed, or at its end if a write to it failed."""
+    if sys.stdout is None:  # The next opened file would get descriptor 1.
         raise SaveError("stdout: is closed; try > /dev/null")
-    with open(os.devnull, "w") as nowhere:  # It takes the descriptor of stderr, if that is closed.
+    with open(os.devnull, "w") as nowhere:  # Takes descriptor 2 if stderr is closed.
         stdout: Any = _Output(sys.stdout)
         stderr: Any = _Output(sys.stderr or nowhere)
         with redirect_stdout(stdout), redirect_stderr(stderr):
@@ -157,7 +156,7 @@ def writing_output() -> Iterator[None]:
 
 
 def any_ranks(ranks: Sequence[int]) -> str:
-    """Formats ranks in words, as in `rank 3` or `ranks 0 and 4`. Long lists are shortened."""
+    """Formats ranks in words, as in `rank 3` or `ranks 0 and 4`. Names at most eight ranks."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     names = [str(rank) for rank in ranks]
@@ -167,13 +166,13 @@ def any_ranks(ranks: Sequence[int]) -> str:
 
 
 def record_flights(run_dir: str | None) -> None:
-    """Makes NCCL record its last operations and write them to `run_dir` after a timeout.
+    """Makes torch record the last NCCL operations and write them to `run_dir` after a timeout.
 
-    torch reads these environment variables when it creates a process group. Values set by the user
-    stay."""
+    Sets environment variables that torch reads when it creates a process group, unless the user
+    has. If `run_dir` is None, it is the current folder."""
     prefix = Path(run_dir or ".").absolute() / "nccl_flight_record_rank_"
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    # Number of operations, which covers the last few steps. 0 would turn it off.
+    # Number of operations: about the last few steps. 0 disables the flight recorder.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(prefix))
@@ -182,11 +181,10 @@ def record_flights(run_dir: str | None) -> None:
 def end_process(exit_status: int) -> NoReturn:
     """Ends this process immediately after a reported failure.
 
-    Process groups are aborted, not destroyed, because NCCL would wait for peers without end. Exit
-    handlers do not run for the same reason. Closing the sockets of this process releases waiting
-    peers."""
+    Process groups are aborted, not destroyed, and exit handlers do not run, because NCCL could wait
+    for lost peers forever. Peers that wait for this process get an error when its sockets close."""
     ignore_stop_signals()
-    with suppress(OSError, ValueError):  # The reader of the output may have gone.
+    with suppress(OSError, ValueError):  # The output is closed.
         sys.stdout.flush()
         sys.stderr.flush()
     if "torch" in sys.modules:

@@ -1,4 +1,4 @@
-"""Runs a recipe from Python or a notebook, as the command `parallel3d-train` does."""
+"""Trains a recipe from Python or a notebook, as the command `parallel3d-train` does."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from parallel3d.errors import ConfigError
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A completed run.
+    """Result of `train`.
 
     Attributes:
-        folder: Folder of the run.
-        metrics: Metrics of each logged step, as in `metrics.jsonl`.
+        folder: Run folder.
+        metrics: One dict per logged step, as in `metrics.jsonl`.
     """
 
     folder: Path
@@ -35,18 +35,18 @@ class TrainingRun:
 
 
 def train(recipe: str | Path, overrides: Mapping[str, Any] | None = None) -> TrainingRun:
-    """Trains a recipe on local workers, and prints its progress.
+    """Trains a recipe on local workers, and prints their output.
 
     Args:
         recipe: Name of a shipped recipe, or path of a YAML file.
-        overrides: Values of keys, such as `{"train.steps": 50}`.
+        overrides: Recipe keys with new values, such as `{"train.steps": 50}`.
 
     Returns:
-        Folder and metrics of the run. Without `run_dir` the folder is temporary.
+        Folder and metrics of the run. Without `run_dir`, the folder is a new temporary one.
 
     Raises:
-        ConfigError: The recipe or an override breaks a rule.
-        RuntimeError: The run failed.
+        ConfigError: The recipe or an override is invalid.
+        RuntimeError: The run ended with a nonzero exit status.
 
     Example:
         >>> run = parallel3d.train("quickstart", {"train.steps": 50})

@@ -1,8 +1,8 @@
 """Starts the workers of a run on this machine and monitors them.
 
-`launch_local` never imports torch. A fork server imports it once and forks the workers, so eight
-workers start as fast as one. They meet through a file and need no port. The first failure ends the
-run. One line names the rank and the reason, and no process outlives its launcher."""
+The launcher does not import torch. A fork server imports it once and forks the workers, so eight
+start as fast as one. They meet through a file, not a port. The first failure ends the run, and an
+error line names the rank and the reason. No worker outlives the launcher."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ from parallel3d.launch.signals import (
 from parallel3d.watch.hang_detector import HangDetector, process_state
 from parallel3d.watch.heartbeat import BEAT_S, Beat, beats_to_file
 
-# timeout(1), terminals and systemd send a signal twice. A second signal within this time counts as
-# the same request. Users press Ctrl-C again sooner.
+# Seconds within which a second signal counts as the same request, because timeout(1), terminals and
+# systemd send signals twice. Users press Ctrl-C again sooner.
 _SAME_SIGNAL_S = 1.0
 _SAME_CTRL_C_S = 0.1
-# Explanations of exit codes. 255: the fork server has gone.
+# Exit code of a worker -> explanation for its error line. 255: the fork server was killed.
 _WHY_KILLED = {
     -signal.SIGKILL: "; if no user sent this signal, the host ran out of memory (see dmesg)",
     255: (
         "; all ranks end like this if their fork server is killed, by a user or for lack of memory"
     ),
 }
-# Seconds to wait for further reports after a failure. The first one is rarely the cause.
+# Seconds to wait for further reports after the first, which is rarely the root cause.
 REPORTS_S = 1.5
 STRAGGLERS_S = 60.0  # Seconds to wait for the other ranks after one is done.
 
@@ -75,9 +75,9 @@ def launch_local(
     preload: Sequence[str] = ("torch",),
     verbose: bool = False,
 ) -> int:
-    """Runs a function in `world_size` processes of this machine.
+    """Runs a function in `world_size` processes on this machine, and waits for them.
 
-    A failure is reported as one line on stderr and in `outcome.json`.
+    Prints an error line if one fails. Writes `outcome.json` if the recipe has a `run_dir`.
 
     Args:
         target: Function as "module:function". It is called with the recipe, its `Rendezvous` and
@@ -85,12 +85,11 @@ def launch_local(
         recipe: Recipe of the run.
         world_size: Number of processes.
         arguments: Further arguments of the function.
-        preload: Modules to import once for all workers.
-        verbose: Print tracebacks also for errors of the user.
+        preload: Modules that the fork server imports, once for all workers.
+        verbose: Print a traceback even for user errors and lost peers.
 
     Returns:
-        Exit status. It is 128 + the signal if a signal stopped the launcher and workers could not
-        save.
+        Exit status. It is 128 + the signal number if a signal ended the run without a save.
     """
     workers: list[_Worker] = []
     relay = SignalRelay(workers, saves=recipe.checkpoint.every is not None)
@@ -124,7 +123,7 @@ def launch_local(
             relay.passes_on = True
             failures = _wait_for(workers, Path(folder))
             ends = [worker.process.exitcode for worker in workers]
-            # The signal killed a worker before it could save.
+            # The forwarded signal killed a worker before it could save.
             if relay.passed_on and -relay.passed_on in ends:
                 raise _Stopped(relay.passed_on)
             outcome = _report(failures, world_size, verbose)
@@ -136,7 +135,7 @@ def launch_local(
         finally:
             ignore_stop_signals()
             for worker in workers:
-                worker.process.kill()  # SIGTERM would ask a worker to save
+                worker.process.kill()  # SIGTERM would ask a worker to save.
             for worker in workers:
                 worker.process.join()
     outcome.write(recipe.run_dir)
@@ -144,7 +143,7 @@ def launch_local(
 
 
 class _Stopped(KeyboardInterrupt):
-    """Raised in the launcher by Ctrl-C or SIGTERM, with the signal number."""
+    """Raised in the launcher by a stop signal. Its only argument is the signal number."""
 
 
 @dataclass
@@ -158,7 +157,7 @@ class _Worker:
     has_ended: bool = False
 
     def failure(self, message: str, *, secondary: bool = False) -> Failure:
-        """Returns a failure of this rank that the rank did not report itself."""
+        """Returns a failure that this rank did not report itself."""
         return Failure(
             rank=self.rank,
             coordinates=self.coordinates,
@@ -168,7 +167,7 @@ class _Worker:
         )
 
     def collect(self, last_seen: str) -> Failure | None:
-        """Returns the failure of a process that has just ended, or None if its work was done."""
+        """Returns the failure of this ended worker, or None. `last_seen` is its last activity."""
         self.has_ended = True
         exitcode = self.process.exitcode or 0
         with suppress(EOFError, OSError):
@@ -180,15 +179,15 @@ class _Worker:
         if exitcode < 0:
             end = f"was killed by {signal.Signals(-exitcode).name}"
         message = end + last_seen + _WHY_KILLED.get(exitcode, "")
-        # A communication library may abort its process if a peer is lost.
+        # Communication libraries may abort the process if a peer is lost.
         return self.failure(message, secondary=exitcode == -signal.SIGABRT)
 
 
 def _wait_for(workers: Sequence[_Worker], folder: Path) -> list[Failure]:
     """Waits until all workers have ended, and returns their failures.
 
-    After a first failure it waits briefly for further reports. If a rank hangs, only that failure
-    is returned."""
+    Stops waiting REPORTS_S after the first failure and STRAGGLERS_S after the first success. If a
+    rank hangs before that, returns only its failure, immediately."""
     failures: list[Failure] = []
     deadline = math.inf
     host = socket.gethostname()
@@ -215,8 +214,7 @@ def _wait_for(workers: Sequence[_Worker], folder: Path) -> list[Failure]:
 def _find_hanging(
     detector: HangDetector, workers: Sequence[_Worker], folder: Path
 ) -> Failure | None:
-    """Reads the heartbeats of the workers. Returns the failure of a worker that keeps the others
-    waiting."""
+    """Reads the heartbeats of the workers. Returns the failure of a worker that hangs, or None."""
     beats = {}
     states = {}
     for worker in workers if len(workers) > 1 else ():
@@ -228,14 +226,14 @@ def _find_hanging(
 
 
 def _report(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunOutcome:
-    """Prints the failure that caused the others, if any. Returns the outcome."""
+    """Prints the failure that caused the others, if any. Returns the outcome of the run."""
     if not failures:
         return RunOutcome()
     cause = root_cause(failures)
     line = cause.line()
     alike = [each for each in failures if each.message == cause.message]
     if cause.foreseen and len(alike) == world_size:
-        line = cause.message  # All ranks report the same error, which is about the run.
+        line = cause.message  # All ranks report the same error.
     print_error(line + cause.traceback_for_user(verbose=verbose))
     return replace(RunOutcome.of(cause), reason=line.partition("\n")[0])
 
@@ -243,8 +241,8 @@ def _report(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunO
 def start_fork_server() -> None:
     """Starts the fork server. Raises ConfigError if it cannot start.
 
-    The server searches its current folder for modules first. It starts in `/` if this process does
-    not import from the current folder."""
+    The server imports modules from its working directory first, so it starts in `/` unless the
+    working directory of this process is on `sys.path`."""
     try:
         with chdir("." if os.getcwd() in sys.path else "/"):
             forkserver.ensure_running()
@@ -264,14 +262,14 @@ def _run_worker(
     heard: Sequence[signal.Signals],
     beside_recipes: Sequence[str],
 ) -> None:
-    """Main function of a worker. Sets the environment variables of torchrun and runs the target.
+    """Main function of a worker: sets the rank variables as torchrun does, and runs the target.
 
-    It reports None if the target returns, and a Failure if it raises, even SystemExit. Signals in
-    `heard` end the worker until the run catches them."""
+    Sends None to `reports` if the target returns, or a Failure if it raises, even SystemExit. Stop
+    signals in `heard` kill the worker until the target installs handlers."""
     folder = Path(rendezvous.init_method.removeprefix("file://")).parent
     _die_with_the_launcher(folder)
     BESIDE_RECIPES.extend(beside_recipes)
-    for each in heard:  # The fork server ignores the signals of the launcher.
+    for each in heard:  # Ignored in the fork server.
         signal.signal(each, signal.SIG_DFL)
     for name in ("rank", "local_rank", "world_size", "local_world_size"):
         os.environ[name.upper()] = str(getattr(rendezvous, name))
@@ -281,7 +279,7 @@ def _run_worker(
         if "torch" in sys.modules:  # The fork server imported torch before the variable was set.
             sys.modules["torch"].set_num_threads(threads)
     if sys.platform == "linux" and any(name == "lo" for _, name in socket.if_nameindex()):
-        # The host name may resolve to the address of another interface.
+        # By default gloo uses the address of the hostname, which may not be local.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
         module, _, name = target.partition(":")
@@ -295,11 +293,11 @@ def _run_worker(
 
 
 def _die_with_the_launcher(folder: Path) -> None:
-    """Starts a thread that waits for the end of the launcher, removes its folders, and kills the
-    fork server.
+    """Starts a thread that waits for the end of the launcher, removes its temporary folders, and
+    kills the fork server and this worker.
 
-    The fork server is the parent of all workers, so killing it ends every worker, even a stopped
-    one."""
+    On Linux the kernel kills all workers, even stopped ones, when the fork server, their parent,
+    ends."""
     die_with_the_parent()
     launcher = multiprocessing.parent_process()
     fork_server = os.getppid()
@@ -308,7 +306,7 @@ def _die_with_the_launcher(folder: Path) -> None:
     def follow() -> None:
         launcher.join()
         shutil.rmtree(folder, ignore_errors=True)
-        # The folder with the socket of the fork server.
+        # The folder that contains the socket of the fork server.
         shutil.rmtree(get_temp_dir(), ignore_errors=True)
         if os.getppid() == fork_server:
             os.kill(fork_server, signal.SIGKILL)
@@ -325,20 +323,21 @@ def cores() -> int:
 class SignalRelay:
     """Signal handler of the launcher, which forwards signals to the workers.
 
-    The first signal that asks for an end is forwarded. A second one raises `_Stopped`, and so does
-    one before the workers run, or SIGINT if workers cannot save. SIGUSR1 is forwarded to workers
-    that can save. A stopped worker would keep the others waiting, so it also gets SIGCONT."""
+    The first stop signal is forwarded. `_Stopped` is raised for a second one after _SAME_SIGNAL_S
+    or _SAME_CTRL_C_S, for one before all workers were started, and for SIGINT unless `saves`.
+    SIGUSR1 is forwarded if `saves`. SIGCONT follows every forwarded signal, because a stopped
+    worker would keep the others waiting."""
 
     def __init__(self, workers: Sequence[_Worker], *, saves: bool) -> None:
         self._workers = workers
         self._saves = saves
-        self.passes_on = False
-        self.passed_on = 0  # The signal that was forwarded, or 0.
+        self.passes_on = False  # True once all workers were started.
+        self.passed_on = 0  # Stop signal that was forwarded, or 0.
         self._passed_on_at = 0.0
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if signum == SAVE_SIGNAL:
-            if self._saves:  # Workers ignore the signal while they start.
+            if self._saves:  # Workers that are starting ignore it.
                 self._pass_on(signum)
             return
         same_s = _SAME_CTRL_C_S if signum == signal.SIGINT else _SAME_SIGNAL_S

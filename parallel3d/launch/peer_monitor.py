@@ -1,11 +1,11 @@
-"""Mutual monitoring of ranks that torchrun or srun started.
+"""Lets ranks that torchrun or srun started monitor each other.
 
-Such a launcher ends the other ranks only with SIGTERM, which asks them to save, and only on its own
-host. So the first failure is written to the store at which the ranks met. A thread of each rank
-reads the store twice a second, writes the heartbeat of its rank, and checks the processes of its
-own host. Rank 0 checks the heartbeats of all ranks. The others check those of rank 0 and of their
-own host. The rank that detects a failure prints it. All others end silently with its exit status. A
-rank that gets no answer from the store is cut off and ends."""
+After a failure, such a launcher sends only SIGTERM, which asks a rank to save, and only on its own
+host. So the ranks share the first failure through the store of their rendezvous. In each rank, a
+thread reads the store twice a second, writes a heartbeat, and checks the processes on its host.
+Rank 0 checks the heartbeats of all ranks, the others those of rank 0 and of their own host. The
+rank that reports a failure prints it. All others end silently with the same exit status. A rank
+that gets no answer from the store for LOST_S is cut off and ends."""
 
 from __future__ import annotations
 
@@ -33,15 +33,14 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _T = TypeVar("_T")
-# Seconds for a rank that learns of a failure to report its own.
+# Seconds to wait after a failure for the main thread or other ranks.
 _GRACE_S = 2.5
 _HURRY_S = 0.1  # Seconds between two checks after a rank has failed.
-# Key of the first failure in the store. `told/RANK` confirms that a rank has read it.
-_FAILURE = "failure"
+_FAILURE = "failure"  # Key of the first failure; `told/RANK` is set once RANK has read it.
 
 
 class ReportedError(RankError):
-    """Replaces the error of a failing rank after the ranks agreed on the cause. `is_ours`: this
+    """Replaces the error of a failing rank once the root cause is known. `is_ours` is True if this
     rank prints it."""
 
     def __init__(self, failure: Failure, is_ours: bool) -> None:
@@ -51,9 +50,9 @@ class ReportedError(RankError):
 
 
 class PeerMonitor:
-    """Monitors the other ranks in a thread, because the main thread of a hanging rank cannot.
+    """Monitors the other ranks in a thread, which runs even if the main thread hangs.
 
-    `store` is a connection that only this monitor uses."""
+    `store` must be a connection that nothing else uses."""
 
     def __init__(
         self, store: dist.Store, rank: int, places: Sequence[Place], recipe: Recipe
@@ -68,19 +67,19 @@ class PeerMonitor:
         self._watched: Sequence[int] = self._ranks
         if rank != 0:
             self._watched = sorted({0, *self._neighbours})
-        # Under srun, rank 0 hosts the store. If it stops, the next rank of its host reports.
+        # Rank of this host that reports rank 0 if the store, which rank 0 may host, is lost.
         self._speaker = min({*self._neighbours} - {0}, default=0)
         self._detector = HangDetector(hosts, hosts[rank])
         self._closed = threading.Event()
         self._ending = threading.Lock()  # Held by the thread that ends the process.
-        self._found: Future[Failure] = Future()  # Set by the monitoring thread.
+        self._found: Future[Failure] = Future()  # First failure, set by the monitoring thread.
         # A store on a lost host never answers, so requests run in a separate thread.
         self._requests = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._thread = threading.Thread(target=self._monitor, name="peer-monitor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Stops monitoring. Every rank must call it before the first rank ends."""
+        """Stops monitoring. All ranks must call it before any of them ends."""
         self._closed.set()
         self._thread.join()
         with suppress(RuntimeError):
@@ -88,8 +87,8 @@ class PeerMonitor:
         self._requests.shutdown()
 
     def report(self, failure: Failure) -> ReportedError:
-        """Reports the failure of this rank, unless another was reported before. Returns the error
-        to raise instead of the original one."""
+        """Reports the failure of this rank, unless one was reported before, and stops monitoring.
+        Returns the error to raise instead of the original one."""
         self._ending.acquire()
         found = None
         if failure.secondary:
@@ -98,7 +97,7 @@ class PeerMonitor:
         cause = found or self._publish(failure)
         is_ours = cause.reporter == self._rank
         if not is_ours:
-            time.sleep(0.5)  # Launchers report the process that ends first.
+            time.sleep(0.5)  # Launchers report the process that ends first: the reporter.
         self._wait_for_readers(cause)
         self._closed.set()
         return ReportedError(failure if cause.rank == self._rank else cause, is_ours)
@@ -111,22 +110,22 @@ class PeerMonitor:
             self._found.set_result(found)
             with suppress(RuntimeError):
                 self._ask(self._store.set, f"told/{self._rank}", "")
-            # A rank that failed by itself gets time to report. A rank that hangs does not.
+            # If the failed rank raised an error, the main thread may soon do so and report, too.
             if not self._closed.wait(_HURRY_S if found.died else _GRACE_S):
                 self._ending.acquire()
                 self._end(found)
             return
 
     def _check_peers(self) -> Failure | None:
-        """Returns the first reported failure.
+        """Returns the first reported failure, or None.
 
-        If there is none, checks for a process of this host that has ended, a hanging rank, or a
-        lost store, and reports it."""
+        If there is none, looks for a lost store, an ended process on this host or a hanging rank,
+        and reports what it finds."""
         states = self._read_states()
         try:
             reported, beats = self._ask(self._exchange)
         except RuntimeError:
-            time.sleep(_HURRY_S)  # a killed process closes its connections before it ends
+            time.sleep(_HURRY_S)  # A killed rank 0 closes its connections before it disappears.
             if self._read_states().get(0) == "":
                 return self._blame_end(0)
             message = "does not answer: the store, which this rank or its launcher hosts, has gone"
@@ -143,8 +142,8 @@ class PeerMonitor:
         return self._blame(rank, message)
 
     def _read_states(self) -> dict[int, str]:
-        """Returns the state of each process on this host, "" if it has ended. Returns an empty dict
-        if the system is not Linux."""
+        """Returns the process state of each rank on this host, "" if it has ended. Returns an empty
+        dict on systems other than Linux."""
         states = {rank: process_state(self._places[rank].pid) for rank in self._neighbours}
         return states if states[self._rank] else {}
 
@@ -157,10 +156,10 @@ class PeerMonitor:
         return None, self._read_beats(self._watched)
 
     def _ask(self, request: Callable[..., _T], *arguments: object) -> _T:
-        """Returns the answer of the store. Ends this rank if there is no answer within LOST_S.
+        """Runs a store request and returns its result. Ends this process if there is none within
+        LOST_S, or earlier to report that rank 0 is stopped.
 
-        It waits in short intervals, so that time during which this process was stopped does not
-        count."""
+        Waits in short intervals, so that time while this process is stopped does not count."""
         answer = self._requests.submit(request, *arguments)
         for waits in range(1, round(LOST_S / BEAT_S) + 1):
             with suppress(TimeoutError):
@@ -177,9 +176,9 @@ class PeerMonitor:
         end_process(RankError.exit_status)
 
     def _wait_for_readers(self, cause: Failure) -> None:
-        """Makes rank 0 wait until the others have read the failure, because the store may end with
-        rank 0. If the failed rank is on another host, that whole host may be lost and is not waited
-        for."""
+        """On rank 0, waits up to _GRACE_S until the others have read the failure, because the store
+        may end with rank 0. Does not wait for a different host with the failed rank, because the
+        entire host may be lost."""
         readers = {*self._ranks} - {0, cause.rank}
         if cause.rank not in self._neighbours:
             readers = {each for each in readers if self._places[each].host != cause.host}
@@ -189,7 +188,8 @@ class PeerMonitor:
                 self._ask(self._store.wait, keys, timedelta(seconds=_GRACE_S))
 
     def _find_cause(self) -> Failure | None:
-        """Waits for the report of another rank. If none comes, reports a rank without heartbeat."""
+        """Returns a failure reported within _GRACE_S. If there is none, reports a rank whose
+        heartbeat has stopped, if any."""
         others = [each for each in self._ranks if each != self._rank]
         before: dict[int, Beat] = {}
         with suppress(RuntimeError):  # The monitoring thread reports a lost store.
@@ -207,7 +207,7 @@ class PeerMonitor:
         self._store.set(f"beat/{self._rank}", HEARTBEAT.beat().to_json())
 
     def _read_beats(self, ranks: Sequence[int]) -> dict[int, Beat]:
-        """Returns the newest heartbeats, or none before all ranks have sent one."""
+        """Returns the newest heartbeats of `ranks`, or {} until all of them have sent one."""
         keys = [f"beat/{rank}" for rank in ranks]
         if not self._store.check(keys):
             return {}
@@ -223,12 +223,13 @@ class PeerMonitor:
         return self._blame(rank, message)
 
     def _publish(self, failure: Failure) -> Failure:
-        """Writes a failure to the store. Returns the first failure that any rank has written."""
+        """Writes a failure to the store unless it has one. Returns the stored failure, or this one
+        if the store is lost."""
         own = replace(failure, reporter=self._rank, traceback="")
         text = json.dumps(asdict(own))
         try:
             return _parse_failure(self._ask(self._store.compare_set, _FAILURE, "", text))
-        except RuntimeError:  # The store has gone.
+        except RuntimeError:  # The store is lost.
             return replace(own, reporter=self._speaker) if failure.rank == 0 else own
 
     def _failure_of(self, rank: int, message: str) -> Failure:
@@ -241,8 +242,8 @@ class PeerMonitor:
         )
 
     def _end(self, cause: Failure) -> None:
-        """Ends this process, and also the failed rank if it is stopped or hangs on this host.
-        Otherwise its launcher would wait for it."""
+        """Reports the cause and ends this process. Also kills the failed rank if it is stopped or
+        hangs on this host, because its launcher would wait for it."""
         others = {*self._neighbours} - {self._rank}
         if cause.died and cause.rank in others:
             with suppress(ProcessLookupError):

@@ -1,11 +1,11 @@
-"""The place of a worker among all workers, their rendezvous, and the process group. Functions
-import torch only when a worker calls them.
+"""Connects the workers: reads their ranks, lets them meet, and opens the default process group.
+torch is imported only by functions that workers call.
 
-`join_attempt` distinguishes one attempt of a run from earlier ones. torchrun restarts a failed run
-at the same store, which still contains the keys and dead addresses of the failed attempt. Each
-agent counts restarts separately, so no number in the environment is both new in each attempt and
-equal on all ranks. Rank 0 therefore draws a name and sends it to each rank under a key that only
-that process knows."""
+An attempt is one start of all workers. torchrun restarts a failed run at the same store, which
+still contains the keys and dead addresses of earlier attempts. Its agents count restarts
+separately, so no number in the environment is both new in each attempt and equal on all ranks.
+Therefore rank 0 draws a random name for the attempt and sends it to each worker under a key that
+only this worker reads (`join_attempt`)."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-_STORE_S = 10.0  # Seconds without an answer after which a store counts as gone.
+_STORE_S = 10.0  # Seconds after which a store without an answer counts as lost.
 _POLL_S = 0.05
 _STARTED = "started"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Rank of one worker and its rendezvous.
+    """Ranks and world sizes of one worker, and where it meets the others.
 
     Attributes:
         init_method: URL of the rendezvous, as in `torch.distributed.init_process_group`.
-        attempt: Name of this start of the workers at a store that earlier starts used too.
-        is_restart: True if the launcher has restarted the run. `join_attempt` sets the last two.
+        attempt: Name of this attempt, or "" if each attempt has a new store.
+        is_restart: True if an earlier attempt has started the run.
     """
 
     rank: int
@@ -56,8 +56,8 @@ class Rendezvous:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
-        """Reads the variables of torchrun, srun or MPI. Returns None for a process that no launcher
-        started."""
+        """Reads the variables of torchrun, or of srun with several tasks and MASTER_ADDR. Returns
+        None if neither are set, and raises ConfigError if some are missing or invalid."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if "RANK" not in environ:
             if "MASTER_ADDR" not in environ or environ.get("SLURM_NTASKS", "1") == "1":
@@ -92,13 +92,13 @@ class Rendezvous:
 def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.device]:
     """Context manager that opens the default process group and yields the device of this rank.
 
-    The group uses gloo, and NCCL for tensors on GPUs. Objects, barriers and background saves use
-    gloo, because GPU work is queued in order and may delay them.
+    The group uses NCCL for tensors on GPUs and gloo for everything else. Object collectives,
+    barriers and background saves use gloo, because with NCCL they would wait for queued GPU work.
 
-    The group is closed at the end of the block, or if the run was preempted, which happens on all
-    ranks at the same step. After any other error it stays open, because NCCL would wait for missing
-    peers, and the process ends by `end_process`. Ranks that `launch_local` did not start monitor
-    each other, and the error becomes a ReportedError.
+    The group is destroyed at the end of the `with` block, or after a PreemptedError, which all
+    ranks raise at the same step. After any other error it stays open, because NCCL would wait for
+    lost peers, and the caller must use `end_process`. Ranks that torchrun or srun
+    started monitor each other, and such an error is replaced by a ReportedError.
 
     Raises:
         RendezvousError: The workers do not meet within train.start_timeout_s.
@@ -110,7 +110,7 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
     problem = ""
     try:
         device = choose_device(recipe.train.device, rendezvous.local_rank)
-    # Meet the other ranks first, which would otherwise wait for this one.
+    # Raised later on all ranks, by `check_places`. Raised here, it would leave the others waiting.
     except ConfigError as error:
         problem = str(error)
     if device.type == "cuda":
@@ -154,8 +154,8 @@ def _meet(
     rank = rendezvous.rank
     size = rendezvous.world_size
     timeout = timedelta(seconds=recipe.train.start_timeout_s)
-    # With the number of all workers the server would not answer before all are there, and an error
-    # could not name the missing ones.
+    # With `size`, the store would not answer until all ranks are connected, and an error could not
+    # name the missing ones.
     waited_for = 1 if rendezvous.init_method == "env://" else size
     store, _, _ = next(meet(rendezvous.init_method, rank, waited_for, timeout=timeout))
     store.set_timeout(timeout)
@@ -165,9 +165,9 @@ def _meet(
     places = exchange_places(dist.PrefixStore("parallel3d", store), rank, size, own)
     check_places(places, recipe.train.device)
     dist.init_process_group(
-        # [Note: device_id] `device_id` is not set. With it torch creates each later group by
-        # splitting the NCCL communicator of all ranks, and all ranks would have to take part, even
-        # those outside the group.
+        # [Note: device_id] `device_id` is not set. With it, torch creates each later group by
+        # splitting the NCCL communicator of all ranks, so even ranks outside the group would have
+        # to take part.
         {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}[device.type],
         store=dist.PrefixStore("group", store),
         rank=rank,
@@ -178,8 +178,8 @@ def _meet(
 
 
 def _leave(monitor: PeerMonitor | None) -> None:
-    """Closes the process group after all ranks have stopped monitoring. Otherwise the end of a
-    process would count as a failure."""
+    """Stops monitoring on all ranks, then destroys the process group. Otherwise a monitor would
+    report a process that has ended as failed."""
     import torch.distributed as dist
 
     if monitor is not None:
@@ -189,13 +189,13 @@ def _leave(monitor: PeerMonitor | None) -> None:
 
 
 def connect_to_store(prefix: str, timeout_s: float = _STORE_S) -> dist.Store:
-    """Connects to the store of ranks that torchrun or srun started, for keys under `prefix`. Raises
+    """Connects to the store at MASTER_ADDR and MASTER_PORT. `prefix` precedes all keys. Raises
     OSError if the connection is refused, and RuntimeError if there is no answer."""
     import torch.distributed as dist
 
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
-    # Fails immediately if the connection is refused. torch would retry.
+    # This fails immediately if the connection is refused, whereas TCPStore would retry.
     socket.create_connection((host, port), _STORE_S).close()
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(host, port, is_master=False, timeout=timeout, wait_for_workers=False)
@@ -208,14 +208,13 @@ def was_requeued() -> bool:
 
 
 def join_attempt(rendezvous: Rendezvous, timeout_s: float) -> Rendezvous:
-    """Returns the rendezvous with the name of this attempt, and whether an earlier attempt has
-    started the run.
+    """Returns `rendezvous` with the fields `attempt` and `is_restart` set. Collective.
 
-    Every rank calls it. Raises RendezvousError if not all ranks join in time. Launchers other than
-    torchrun create a store for each attempt."""
+    Raises RendezvousError if not all ranks join within `timeout_s`. Launchers other than torchrun
+    create a store for each attempt, so `attempt` stays empty."""
     if not _is_of_torchrun():
         return replace(rendezvous, is_restart=was_requeued())
-    die_with_the_parent()  # A killed torchrun does not end its workers.
+    die_with_the_parent()  # Otherwise workers would survive a killed torchrun.
     rank = rendezvous.rank
     size = rendezvous.world_size
     own_key = f"{uuid4().hex} {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
@@ -235,7 +234,7 @@ def join_attempt(rendezvous: Rendezvous, timeout_s: float) -> Rendezvous:
 
 
 def record_start() -> None:
-    """Records in the store of torchrun that the run has started, so that a restart resumes it."""
+    """Records in torchrun's store that the run has started, so that a restart resumes it."""
     if _is_of_torchrun():
         _store_of_torchrun(10.0).set(_STARTED, "")
 
@@ -249,10 +248,11 @@ def _store_of_torchrun(timeout_s: float) -> dist.Store:
 
 
 def _invite(store: dist.Store, size: int, timeout_s: float) -> dict[str, Any]:
-    """Invites every process that has announced itself, until all ranks have joined.
+    """Invites workers to this attempt until all ranks have joined. Returns the fields `attempt` and
+    `is_restart`. Raises RuntimeError after `timeout_s`.
 
-    Processes of an earlier attempt are invited too but do not answer. If the store is new but an
-    agent has restarted before, the store was lost with its node after the run had started."""
+    Workers of earlier attempts do not answer. If the store is new but an agent has restarted
+    before, an earlier store was lost with its node: this is a restart."""
     is_new = store.add("attempts", 1) == 1
     started = store.check([_STARTED]) or was_requeued()
     attempt = uuid4().hex

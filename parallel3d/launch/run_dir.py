@@ -1,5 +1,5 @@
-"""The folder of a run: checks before the first worker starts, the files that rank 0 writes at the
-start, and the outcome at the end."""
+"""Manages the run folder: checks it before workers start, writes its first files, and writes the
+outcome of the run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from parallel3d.errors import ConfigError, PreemptedError, writing
 from parallel3d.launch.failure import Failure
 from parallel3d.launch.signals import STOP_SIGNALS
 
-# Names of checkpoints. Other frameworks leave folders such as step_5.partial.
+# Glob pattern of checkpoint folders. Those of other frameworks do not match.
 STEP_FOLDERS = f"step_{'[0-9]' * 8}*"
-# Files of a run that must not mix with those of the next run. config.yaml moves before
-# metrics.jsonl, because without metrics.jsonl it counts as a file of the user.
+# Files of a run, moved in this order before the next run. config.yaml precedes metrics.jsonl,
+# because without metrics.jsonl it counts as a file of the user.
 _RUN_FILES = (
     f"checkpoints/{STEP_FOLDERS}",
     f"export/{STEP_FOLDERS}",
@@ -36,7 +36,7 @@ _RUN_FILES = (
     "config.yaml",
     "metrics.jsonl*",
 )
-# Files that a run overwrites, and bytes that each contains if a run has written it.
+# File that a run overwrites -> bytes that it contains if a run has written it.
 _MARKS = {
     "config.yaml": b"\nlocal_sgd:",
     "metrics.jsonl": b'"tokens_per_s_per_device"',
@@ -46,16 +46,16 @@ _MARKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """Outcome of a run, as `outcome.json` contains it."""
+    """Outcome of a run, written to `outcome.json`."""
 
     exit_status: int = 0
-    rank: int | None = None  # The rank that failed, or None.
-    reason: str | None = None
+    rank: int | None = None  # Rank that failed, or None.
+    reason: str | None = None  # Error line, or None.
 
     @property
     def status(self) -> str:
-        """`done`, `preempted` (saved after SIGTERM or SIGHUP), `stopped` (by another signal, or not
-        saved) or `failed`."""
+        """`done`, `preempted` (saved after SIGTERM or SIGHUP), `stopped` (by Ctrl-C, or by a signal
+        without a save) or `failed`."""
         if self.exit_status - 128 in STOP_SIGNALS:
             return "stopped"
         known = {0: "done", PreemptedError.exit_status: "preempted"}
@@ -70,8 +70,8 @@ class RunOutcome:
         )
 
     def write(self, run_dir: str | None) -> None:
-        """Writes `outcome.json` if the run has a folder. Keeps the outcome of an earlier run that
-        this start did not resume."""
+        """Writes `outcome.json` if `run_dir` is given. If this run ended before `begin_run`, keeps
+        the outcome of an earlier run. Ignores errors of the file system."""
         if run_dir is None:
             return
         path = Path(run_dir) / "outcome.json"
@@ -84,8 +84,8 @@ class RunOutcome:
 
 
 def check_compiler() -> None:
-    """Raises ConfigError if the C++ compiler is missing, which `torch.compile` needs for CPU
-    kernels and for launchers of GPU kernels."""
+    """Raises ConfigError if the C++ compiler is missing. `torch.compile` needs it for CPU kernels
+    and for the code that launches GPU kernels."""
     named = os.environ.get("CXX", "g++")
     if shutil.which(named) is None:
         raise ConfigError(
@@ -95,7 +95,7 @@ def check_compiler() -> None:
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Returns True if a run has left metrics or checkpoints in a folder."""
+    """Returns True if the folder contains metrics or checkpoints of a run."""
     metrics = run_dir / "metrics.jsonl"
     return (metrics.is_file() and metrics.stat().st_size > 0) or any(
         run_dir.glob(f"checkpoints/{STEP_FOLDERS}")
@@ -105,14 +105,14 @@ def holds_run(run_dir: Path) -> bool:
 def check_run_dir(recipe: Recipe) -> None:
     """Checks that the run may write to `run_dir`.
 
-    Raises ConfigError if it would overwrite a file that no run has written, or if the folder
-    contains another run than the one that `checkpoint.resume` names."""
+    Raises ConfigError if the run would overwrite a file that no run has written, or if the folder
+    contains a different run from that of the checkpoint in `checkpoint.resume`."""
     run_dir = Path(recipe.run_dir or ".")
     resume = recipe.checkpoint.resume
     where = f"run_dir = {shown(str(run_dir))}"
     has_run = holds_run(run_dir)
     foreign = [name for name, mark in _MARKS.items() if not _has_mark(run_dir / name, mark)]
-    # A run creates metrics.jsonl before config.yaml.
+    # A run creates metrics.jsonl first, so config.yaml without it belongs to the user.
     has_begun = has_run or (run_dir / "metrics.jsonl").exists()
     if not has_begun and (run_dir / "config.yaml").exists():
         foreign.append("config.yaml")
@@ -139,11 +139,11 @@ def _has_mark(path: Path, mark: bytes) -> bool:
 
 
 def begin_run(recipe: Recipe) -> list[str]:
-    """Prepares `run_dir` for this run after all checks: writes `config.yaml` and removes the
-    outcome of an earlier start. Returns lines for the user.
+    """Prepares `run_dir` after all checks: writes `config.yaml` and removes an old `outcome.json`.
+    Returns messages for the user.
 
-    If the run does not resume, the files of an earlier run move to `<run_dir>.1` or the next free
-    number. Raises SaveError if the folder cannot be written."""
+    If `checkpoint.resume` is "none", moves the files of an earlier run to `<run_dir>.1` or the next
+    free number. Raises SaveError if the folder cannot be written."""
     run_dir = Path(recipe.run_dir or ".")
     notes = []
     with writing(run_dir):
@@ -163,7 +163,7 @@ def begin_run(recipe: Recipe) -> list[str]:
 
 
 def _move_run(run_dir: Path, earlier: Path) -> None:
-    """Moves the files that a run writes, and no others."""
+    """Moves the files that a run writes from `run_dir` to `earlier`, and no others."""
     for path in [found for pattern in _RUN_FILES for found in run_dir.glob(pattern)]:
         target = earlier / path.relative_to(run_dir)
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +174,7 @@ def _move_run(run_dir: Path, earlier: Path) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file atomically, so that a reader never sees an incomplete one."""
+    """Writes a file such that readers never see incomplete content."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""The lock of a run's folder, which lets only one run write there.
+"""Locks the run folder, so that only one run writes there.
 
-The run holds a flock on `run.lock`. The kernel, or the server of a network file system, releases it
-when the process ends for any reason. The file names that process."""
+A process of the run holds a flock on `run.lock`. The kernel, or the server of a network file
+system, releases it when that process ends for any reason. The file contains its host and PID."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError, RunLockedError, printable
 
 LOCK_FILE = "run.lock"
-# Seconds that a file server may need to notice that the host of an earlier attempt has gone.
+# Seconds that a file server may need to notice that the host of an earlier attempt is lost.
 RESTART_S = 120.0
 _POLL_S = 0.5
-_MARK = "a run ("  # Beginning of a lock file.
+_MARK = "a run ("  # First characters of every lock file.
 
 
 @contextmanager
 def locked(run_dir: str | Path, *, is_restart: bool = False) -> Iterator[str]:
-    """Context manager that locks the folder of a run, and creates it if necessary. Yields a line
-    for the user if an earlier run ended without releasing the lock.
+    """Context manager that locks a run folder, and creates it if necessary. Yields a message for
+    the user if an earlier run ended without releasing the lock, else "".
 
-    `is_restart` says that a launcher has restarted this job. It then waits up to RESTART_S for the
-    lock. Raises RunLockedError if another run holds it, and ConfigError if the folder cannot be
+    If a launcher has restarted this job (`is_restart`), it waits up to RESTART_S for the lock.
+    Raises RunLockedError if another run holds the lock, and ConfigError if the folder cannot be
     written."""
     folder = Path(run_dir)
     path = folder / LOCK_FILE
@@ -63,8 +63,8 @@ def locked(run_dir: str | Path, *, is_restart: bool = False) -> Iterator[str]:
 
 
 def _try_to_lock(path: Path) -> int | None:
-    """Returns the descriptor of the locked file, or None if another process holds the lock. Without
-    locks in the file system it always succeeds."""
+    """Returns the descriptor of the locked file, or None if another process holds the lock. Does
+    not lock on file systems without locks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     is_locked = True

@@ -1,8 +1,8 @@
-"""Signals as requests to a run.
+"""Turns signals into requests to the training loop.
 
-SIGTERM (a time limit or preemption), SIGHUP (the terminal has gone) and SIGINT (Ctrl-C) ask the run
-to save and end. SIGUSR1 asks it to save and continue. Each training step sums the requests over the
-mesh, so a signal to any one worker takes effect on all ranks after the same step."""
+SIGTERM (a time limit or preemption), SIGHUP (the terminal was closed) and SIGINT (Ctrl-C) ask the
+run to save and end. SIGUSR1 asks it to save and continue. Each training step sums the requests over
+the mesh, so a signal to a single worker takes effect on all ranks after the same step."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ LAUNCHER_SIGNALS = (*STOP_SIGNALS, SAVE_SIGNAL)  # Signals that a launcher forwa
 
 
 def signal_name(signum: int) -> str:
-    """Returns the usual name of a signal."""
+    """Returns the name of a signal, "Ctrl-C" for SIGINT."""
     return "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
 
 
 @dataclass
 class StopRequest:
-    """Request set by signals in this process and polled once per step. Repeated signals change
-    nothing here, because the launcher handles a second Ctrl-C."""
+    """Requests that signals set and the training loop polls once per step. Repeated stop signals
+    have no further effect here: the launcher handles a second Ctrl-C."""
 
-    signum: int = 0  # The signal that asks the run to end, or 0.
-    wants_save: bool = False  # True if SIGUSR1 has come since the last save.
+    signum: int = 0  # Last stop signal received, or 0.
+    wants_save: bool = False  # True if SIGUSR1 was received since the last save.
 
     def is_answered(self) -> None:
-        """Stops the timer of `checkpoint.grace_s` after the requested save."""
+        """Stops the timer of `checkpoint.grace_s`. Call it after the requested save."""
         if self.signum:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def heeded_stop_signals() -> list[signal.Signals]:
-    """Returns the stop signals that this process does not ignore. nohup and `&` in a shell ignore
-    some on purpose."""
+    """Returns the stop signals that this process does not ignore. nohup, or `&` in a shell, makes
+    it ignore some on purpose."""
     return [each for each in STOP_SIGNALS if signal.getsignal(each) != signal.SIG_IGN]
 
 
@@ -51,11 +51,11 @@ def heeded_stop_signals() -> list[signal.Signals]:
 def catch_stop_signals(
     grace_s: float | None, too_late: Callable[[int], Exception]
 ) -> Iterator[StopRequest]:
-    """Context manager that turns signals into a request, on the main thread only. Signals that this
-    process ignores stay ignored.
+    """Context manager that yields a StopRequest, in which stop signals and SIGUSR1 are recorded.
 
-    If the request is not answered within `grace_s` after the first stop signal, the exception from
-    `too_late(signum)` is raised in the main thread."""
+    Works only in the main thread. Ignored stop signals stay ignored. If `is_answered` is not called
+    within `grace_s` seconds (None: no limit) after the first stop signal, the exception
+    `too_late(signum)` is raised."""
     request = StopRequest()
 
     def hear(signum: int, frame: FrameType | None) -> None:
@@ -79,8 +79,8 @@ def catch_stop_signals(
 
 
 def ignore_stop_signals() -> None:
-    """Ignores stop signals so that a failed process can finish its report. A launcher sends SIGTERM
-    to all when a peer ends."""
+    """In the main thread, ignores stop signals so that a failed process can finish its report. A
+    launcher sends SIGTERM to all ranks when one ends."""
     if threading.current_thread() is threading.main_thread():
         for each in STOP_SIGNALS:
             signal.signal(each, signal.SIG_IGN)
@@ -91,9 +91,8 @@ def handled(
     signals: Iterable[signal.Signals],
     handler: Callable[[int, FrameType | None], object] | signal.Handlers,
 ) -> Iterator[None]:
-    """Context manager that installs `handler` for these signals. Python delivers signals only to
-    the main thread, so this does nothing in other threads.
-    """
+    """Context manager that installs `handler` for `signals`. It does nothing outside the main
+    thread, because Python runs signal handlers only there."""
     is_main = threading.current_thread() is threading.main_thread()
     before = {signum: signal.signal(signum, handler) for signum in (signals if is_main else ())}
     try:
@@ -104,7 +103,7 @@ def handled(
 
 
 def die_with_the_parent() -> None:
-    """Makes the kernel kill this process when its parent ends, even if this process is stopped."""
+    """On Linux, makes the kernel kill this process when its parent ends, even if it is stopped."""
     if sys.platform == "linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
