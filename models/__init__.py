@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 
 def shape_cards() -> dict[str, Path]:
-    """Returns the cards of this folder, keyed by the value of `model.name`."""
+    """Returns the paths of the YAML cards, keyed by the value of `model.name`."""
     return {path.stem: path for path in sorted(Path(__file__).parent.glob("*.yaml"))}
 
 
 def model_class(architecture: str) -> ModelClass:
     """Returns the class of `model.architecture`. Raises ConfigError if there is no such class.
 
-    It imports torch, and the user's module for a custom class.
+    Imports torch, and the user's module for a custom class.
     """
     from parallel3d.models.custom import import_model
     from parallel3d.models.gpt import GPT

@@ -115,7 +115,8 @@ def _faults(model: nn.Module, config: ModelConfig) -> Iterator[str]:
 def _unused(model: nn.Module) -> list[str]:
     """Returns the names of trainable parameters that do not affect the model's output.
 
-    Returns nothing if the forward pass cannot run on the meta device.
+    Returns an empty list if none has a gradient, for example because the forward pass cannot run on
+    the meta device.
     """
     model.eval()  # Dropout would need a key.
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")

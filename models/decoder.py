@@ -34,9 +34,9 @@ class DecoderParts:
 
     Args:
         embed: Embedding, ids [B, S] -> [B, S, D], or [B, S / n, D] under sequence parallelism.
-            Without `rotary` it also receives positions [B, S].
+            Without `rotary` it also receives positions [B, S] if sequences are packed.
         token_weight: Parameter [V / n, D] of `embed` that a tied head shares.
-        norm: Creates a norm. Each block has two, and one follows the last block.
+        norm: Function that creates a norm. Each block has two, and one follows the last block.
         attention: Options of the attention in all blocks. `name` and `recompute` are set per block.
         activation: Activation of the MLP.
         rotary: Rotary embedding. None means that `embed` adds positions.
@@ -173,7 +173,7 @@ class Decoder(nn.Module):
         tp: Tensor-parallel axis.
         sequence_parallel: If True, activations between layers are split along the sequence.
         recompute: "none", "full" for whole blocks, or "selective" for attention only.
-        recompute_every: Recomputes one block in this many. The others are not recomputed.
+        recompute_every: Recomputes only every n-th block, beginning with the first.
         device: Device of the parameters.
 
     Example:
@@ -206,8 +206,8 @@ class Decoder(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        # The residual stream would grow with depth without a smaller start (Radford et al. 2019,
-        # section 2.3).
+        # Row-parallel weights start smaller, or the residual stream would grow with depth (Radford
+        # et al. 2019, section 2.3).
         context = ParallelContext(
             tp,
             sequence_parallel,

@@ -1,4 +1,4 @@
-"""Splits an existing module, such as a Hugging Face model, over tp in place by rules.
+"""Splits an existing module, such as a Hugging Face model, over tp in place, following rules.
 
 The rules map name patterns to styles (`convert.rules`). Every parameter becomes a DTensor on the tp
 axis with its old name and global shape. State dicts, `fully_shard` and checkpoints of another tp
@@ -68,20 +68,21 @@ from parallel3d.shard_sizes import divisors, shard_rows
 
 @dataclass
 class ModulePlan:
-    """How one module is converted.
+    """Conversion of one module.
 
-    A plan without a style leaves a shared parameter to the rule of the other module.
+    If `style` is None, a shared parameter is split by the rule of the other module.
     """
 
-    name: str  # Global name.
+    name: str  # Name in the model.
     module: nn.Module
     parent: nn.Module
     tp: int
     style: Style | None
     dims: dict[str, int | None]  # Sharded dim of each parameter, None if replicated.
     parallel_class: type[ShardedModule] | None
-    settings: dict[str, Any] = field(default_factory=dict)  # Attributes of the new class.
-    # Counts to set, by (module, attribute), for example the local number of heads.
+    # Attributes to set on the converted module.
+    settings: dict[str, Any] = field(default_factory=dict)
+    # New values of counts, such as the local number of heads, keyed by (module, attribute).
     counts: dict[tuple[nn.Module, str], int] = field(default_factory=dict)
 
     def error(self, words: str) -> ValueError:
@@ -128,9 +129,10 @@ def tensor_parallelize(
             the check is skipped.
         mesh: The tp axis, or a mesh that contains it.
         rules: Maps name patterns to styles. Default: the rules of the model's family (`rules_of`).
-        check: If True, compares all outputs and gradients of an example before and after the split.
-        example: Arguments of the forward pass, by name or in order. Not needed for models of
-            transformers.
+        check: If True, runs an example before and after the split and compares module outputs and
+            parameter gradients.
+        example: Arguments of the forward pass, by name or in order. Not needed for Hugging Face
+            models.
 
     Returns:
         The same module.
@@ -141,7 +143,7 @@ def tensor_parallelize(
             split.
 
     Example:
-        >>> model = LlamaForCausalLM(config)  # of transformers; the same weights on every rank
+        >>> model = LlamaForCausalLM(config)  # equal weights on every rank
         >>> model = parallel3d.tensor_parallelize(model, mesh["tp"])
 
         >>> rules = {"embed": "vocab", "blocks.*.up": "column", "blocks.*.down": "row"}
@@ -180,7 +182,7 @@ def tensor_parallelize(
 def _refuse_additions(root: nn.Module, plan: ModulePlan) -> None:
     """Makes the first forward pass of a split layer fail if a parameter was added after the split.
 
-    peft adds parameters. An adapter would see only a part of its input or output.
+    For example, a LoRA adapter added by peft would see only a part of its input or output.
     """
 
     def check(module: nn.Module, inputs: object) -> None:
@@ -291,7 +293,7 @@ def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
 
 
 def _split_columns(plan: ModulePlan, style: Column) -> None:
-    """Splits a column-parallel layer by units, or as described in [Note: packed weights]."""
+    """Plans the split of a column-parallel layer, by units or as in [Note: packed weights]."""
     out_dim, in_dim = _weight_dims(plan)
     features = plan.weight_size(out_dim)
     named = style.heads or style.unit
@@ -342,7 +344,7 @@ def _weight_dims(plan: ModulePlan) -> tuple[int, int]:
 def split_dims(plans: Sequence[ModulePlan]) -> dict[nn.Parameter, int | None]:
     """Returns the sharded dim of every parameter.
 
-    Raises ValueError if the two names of a tied parameter disagree.
+    Raises ValueError if rules split a tied parameter along different dims.
     """
     dims: dict[nn.Parameter, int | None] = {}
     for plan in sorted(plans, key=lambda plan: plan.style is None):

@@ -1,4 +1,4 @@
-"""Compares a module before and after its split, by the outputs and gradients of a tiny input.
+"""Compares the outputs and gradients of a module before and after its split, for a tiny input.
 
 This reveals mistakes that the rules do not show: a norm over split heads, two matrices packed in
 one weight, or a forward pass that counts heads.
@@ -26,7 +26,7 @@ from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
 from parallel3d.torch_private import tree_iter
 
-# Arguments of the module, by name or in order.
+# Arguments of the module's forward pass, by name or in order.
 Example = Tensor | Mapping[str, Any] | tuple[Any, ...]
 Figures = tuple[torch.Size, Tensor]
 # float32 results of deep models differ by 1e-5 between layouts. Wrong rules cause at least 1e-2.
@@ -64,11 +64,10 @@ def figures(x: Tensor) -> Figures:
 
 @contextmanager
 def checked(module: nn.Module, tp: DeviceMesh, example: Example | None) -> Iterator[None]:
-    """Context manager for code that splits a module. Runs the module before and after the `with`
-    block, and compares the results.
+    """Context manager that compares a module before and after the `with` block, which splits it.
 
-    Raises ValueError on all ranks if an output or gradient differs. A module on the meta device is
-    not compared.
+    Raises ValueError if the split module fails, and on all ranks if an output or gradient differs.
+    A module on the meta device is not compared.
     """
     tensors = [*module.parameters(), *module.buffers()]
     if any(tensor.device.type != tp.device_type for tensor in tensors):
@@ -106,7 +105,7 @@ def _run(module: nn.Module, axis: Axis, example: Example, whole: Trace | None) -
         target = (whole or trace).outputs[""][0]
         factors = _weights(target.numel(), result.device).view(target).to(result.dtype)
         for dim, size in enumerate(result.shape):
-            # This rank's part, for example of logits that are not gathered.
+            # Only this rank's part, for example of logits that are not all-gathered.
             if size != target[dim]:
                 factors = factors.narrow(dim, axis.rank * size, size)
         for parameter in before:
@@ -132,7 +131,7 @@ def _compare(
 ) -> None:
     """Raises ValueError for the first tensor whose fingerprints differ.
 
-    Tensors of different shapes are split and not compared.
+    Tensors whose shapes differ are sharded, so they are not compared.
     """
     names = [name for name in whole if name in split and whole[name][0] == split[name][0]]
     if not names:

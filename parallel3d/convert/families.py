@@ -86,7 +86,7 @@ _GPT2: _Table = {
 _DENSE_MLP: _Table = {"**.mlp.dense_h_to_4h": Column(), "**.mlp.dense_4h_to_h": Row()}
 _GPT_NEOX: _Table = {
     "**.embed_in": Vocab(),
-    # q, k and v of each head, one head after the other.
+    # Packed by heads: q, k and v of the first head, then of the next.
     "**.attention.query_key_value": Column(heads="config.num_attention_heads"),
     "**.attention.dense": Row(),
     **_DENSE_MLP,
@@ -124,7 +124,7 @@ FAMILIES: Mapping[str, Rules] = {  # Keyed by the model_type of the config.
 }
 
 
-# Modules that read its output are replicated.
+# For norms whose output is read by replicated modules.
 _GATHERED = Replicate(partial_gradient=True, gather_sequence=True)
 _IN_BLOCK = (
     "**.input_layernorm",
@@ -205,7 +205,7 @@ def _falcon_attention(config: object) -> _Table:
     packed = "**.self_attention.query_key_value"
     has_groups = getattr(config, "new_decoder_architecture", False)
     if has_groups or not getattr(config, "multi_query", False):
-        # The queries of each key/value head, followed by its k and v.
+        # Packed by key/value heads: the queries of one, followed by its k and v.
         return {own: Divide(("num_heads", "num_kv_heads")), packed: Column(heads="num_kv_heads")}
     parts = Column(unit="head_dim", parts=("num_heads", 1, 1))
     return {own: Divide(("num_heads",)), packed: parts}

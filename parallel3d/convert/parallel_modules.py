@@ -35,7 +35,7 @@ class ColumnParallel(ShardedModule):
     all-reduced in the backward pass, unless a parent module does so.
     """
 
-    features: int  # Output features over all ranks.
+    features: int  # Number of output features over all ranks.
     gather_output: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class PackedColumnParallel(ShardedModule):
     pass. See [Note: packed weights] in `convert.apply`.
     """
 
-    # For each matrix: output features, and distinct shards. The latter is tp, or less if
+    # Output features and number of distinct shards of each matrix. The latter is below tp if
     # neighboring ranks compute the same shard.
     packed: Sequence[tuple[int, int]]
 
@@ -135,13 +135,13 @@ class Replicated(ShardedModule):
 class ParallelExperts(Replicated):
     """Experts of a mixture of experts, split over ranks.
 
-    Inputs are tokens [T, D], and the experts and weights [T, k] of each token. Expert indices count
-    over all ranks. The output is [T, D]. y is all-reduced in the forward pass, dx and the gradient
-    of the weights in the backward pass. Choices of other ranks' experts get weight 0 and an index
-    that Hugging Face's experts skip.
+    Inputs are tokens [T, D], and the expert indices and routing weights [T, k] of each token.
+    Indices count over all ranks. The output is [T, D]. y is all-reduced in the forward pass, dx and
+    the gradient of the routing weights in the backward pass. Choices of other ranks' experts get
+    weight 0 and an index that Hugging Face's experts skip.
     """
 
-    count: int  # Experts over all ranks.
+    count: int  # Number of experts over all ranks.
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         own = self.axis.rows(self.count)
@@ -180,10 +180,10 @@ class ScatterSequence(EnterRegion):
 
 
 def add_class(module: nn.Module, kind: type[ShardedModule], axis: Axis, **settings: Any) -> None:
-    """Adds a class to that of a module. The object, its parameters and its hooks stay.
+    """Gives a module a new class, derived from its own and `kind`. Parameters and hooks stay.
 
-    A vocabulary-parallel embedding comes after a subclass that changes the result of torch's
-    embedding, such as Gemma's.
+    In the MRO, `VocabParallel` comes after a class that changes the result of torch's embedding,
+    such as Gemma's.
     """
     own = type(module)
     is_below = kind is VocabParallel and own.forward is not nn.Embedding.forward
@@ -200,9 +200,9 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Returns True for transformers' Conv1D, a linear layer with a transposed weight.
+    """Returns True for Hugging Face's Conv1D, a linear layer with a transposed weight.
 
-    It checks name and attributes, so transformers need not be installed.
+    Checks the class name and an attribute, so that transformers need not be installed.
     """
     has_name = any(base.__name__ == "Conv1D" for base in type(module).__mro__)
     return has_name and hasattr(module, "nf")

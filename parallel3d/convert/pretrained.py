@@ -1,12 +1,7 @@
 """Loads Hugging Face safetensors into a model that exceeds the memory of one rank.
 
 Build the model without memory for its parameters and split it over tp. Then each rank reads only
-its own slices.
-
-    with parameters_on_meta():
-        model = LlamaForCausalLM(config)
-    tensor_parallelize(model, tp)
-    load_safetensors(model, "checkpoints/llama", device="cuda")
+its own slices (see the example of `load_safetensors`).
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ from parallel3d.mesh import Axis
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _ANOTHER_MODEL = "use the checkpoint of this model"
-_LARGEST_INDEX_BYTES = 64 << 20  # An index has about 100 bytes per tensor.
+_LARGEST_INDEX_BYTES = 64 << 20  # Size limit. An index has about 100 bytes per tensor.
 
 
 @contextmanager
@@ -66,7 +61,7 @@ def load_safetensors(
 ) -> nn.Module:
     """Fills the parameters and persistent buffers of a module from safetensors.
 
-    Nothing is sent. Call it after `tensor_parallelize` and before `fully_shard`.
+    No communication. Call it after `tensor_parallelize` and before `fully_shard`.
 
     Args:
         module: Module to fill. Each rank reads only its slice of a DTensor. Values are cast to the
@@ -80,7 +75,8 @@ def load_safetensors(
         The same module.
 
     Raises:
-        CheckpointError: A tensor is missing, unexpected or has another shape.
+        CheckpointError: A file cannot be read, or a tensor is missing, unexpected or has a
+            different shape.
         ValueError: A DTensor is split over more axes than tp.
 
     Example:
@@ -122,8 +118,8 @@ def load_safetensors(
 def open_safetensors(path: Path) -> dict[str, Any]:
     """Opens a safetensors file, or those of a folder with or without an index.
 
-    Returns a lazy tensor per name. Index it to read a slice. A file stays open as long as one of
-    its tensors is referenced.
+    Returns a lazy tensor for each name. Index it to read a slice. A file stays open as long as one
+    of its tensors is referenced.
     """
     try:
         return _open_files(path)

@@ -52,8 +52,8 @@ class Column:
 class Row:
     """Style of a linear layer with split input features.
 
-    It takes the output of a column-parallel layer. Its output is summed over tp, and its bias added
-    once.
+    Its input is the output of a column-parallel layer. Its output is summed over tp, and its bias
+    is added once.
 
     Args:
         sequence: If True, the output is split along the sequence.
@@ -68,7 +68,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Vocab:
-    """Style of an embedding with split rows. tp need not divide them.
+    """Style of an embedding with split rows. tp need not divide their number.
 
     A subclass may scale the result of `super().forward`.
 
@@ -82,8 +82,9 @@ class Vocab:
 class SplitExperts:
     """Style of the experts of a mixture of experts in Hugging Face Transformers 5.
 
-    The module has parameters [experts, ...]. Its forward pass takes tokens, and the experts and
-    weights of each token. Each rank keeps some of the experts, and the outputs are summed over tp.
+    The module has parameters [experts, ...]. Its forward pass takes tokens, and the expert indices
+    and routing weights of each token. Each rank keeps some of the experts, and the outputs are
+    summed over tp.
 
     Example:
         >>> experts = {"**.layers.*.mlp.experts": parallel3d.SplitExperts()}

@@ -3,9 +3,9 @@
 Shapes: B batch, S sequence, D hidden, H query heads, G key/value heads, K head dim, n = tp.
 
 [Note: kernels] `config.attention_kernels` lists the kernels, and `fused_attention` calls them. On a
-GPU no attention memory grows with S^2, except with attention dropout or with a window that no
-kernel supports. On a CPU, a window is a mask. flex_attention is not used. It requires compilation
-and has no backward pass on CPUs (torch 2.13), so it could not be tested there.
+GPU no attention memory grows with S^2, except with a mask, attention dropout, a window that no
+kernel supports, or inputs that only `math` accepts, such as float64. On a CPU, a window is a mask.
+flex_attention is not used, because it has no backward pass on CPUs (torch 2.13).
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ class AttentionOptions:
         qk_norm: If True, applies an RMSNorm to queries and keys of each head before the rotary
             embedding, as in Qwen 3.
         norm_eps: Epsilon of these norms.
-        causal: If True, a query sees only keys up to itself.
-        window: Largest number of keys that a query sees, including its own. None means no limit.
+        causal: If True, a query sees only keys up to its own position.
+        window: Largest number of keys that a query sees, including its own. Without `causal`, it
+            applies in each direction. None means no limit.
         dropout: Dropout probability of the attention weights.
-        name: Global name of the layer. Its dropout depends on it.
+        name: Global name of the layer, which determines its dropout masks.
         recompute: If True, intermediate results of the attention are recomputed in the backward
-            pass. Ignored under torch.compile, which fails on a checkpoint with DTensor parameters
-            (torch 2.13).
+            pass. Ignored under torch.compile, which does not support checkpointing with DTensor
+            parameters (torch 2.13).
 
     Example:
         >>> options = parallel3d.AttentionOptions(window=4096, qk_norm=True)
@@ -92,7 +93,7 @@ class ParallelAttention(ParallelModule):
         options: Further options.
 
     Raises:
-        ValueError: The heads cannot be split over tp.
+        ValueError: `heads`, `kv_heads` and tp do not divide as required.
 
     Example:
         >>> layer = parallel3d.ParallelAttention(64, 4, 2, rotary=parallel3d.RotaryEmbedding(16))
@@ -158,8 +159,8 @@ class ParallelAttention(ParallelModule):
                 addition to causality and window.
             documents: Packed documents. Attention stays within each document, without a mask of
                 size seq^2.
-            positions: Positions [batch, seq] of the rotary embedding. Default: the positions within
-                each document.
+            positions: Positions [batch, seq] of the rotary embedding. Default: positions within
+                each document, or within the sequence without `documents`.
             key: Dropout key [batch] from `dropout_key`.
 
         Returns:

@@ -1,9 +1,10 @@
 """Collectives over one mesh axis, on plain tensors and without autograd.
 
-On an axis of size 1 they return their input without communication. The `start_*` functions return
-at once. Call their result to wait for the tensor, which is bitwise identical on every rank. Small
-CPU tensors of ranks on one host go through `shared_memory.collectives`, all others through the
-backend. Under `torch.compile`, layers call them through `outside_graph`.
+n is the size of the axis. If it is 1, they return their input without communication. The `start_*`
+functions return at once with a function that waits for the result. Results of all-reduce and
+all-gather are bitwise identical on all ranks. Small CPU tensors of ranks on one host go through
+`shared_memory.collectives`, all others through the backend. Under `torch.compile`, layers call them
+through `outside_graph`.
 """
 
 from __future__ import annotations
@@ -33,9 +34,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatt
 
 
 def outside_graph(function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function outside of a compiled graph. Under `torch.compile` this causes a graph
-    break.
-    """
+    """Calls a function, with a graph break under `torch.compile`."""
     if is_compiling():
         function = torch.compiler.disable(function)
     return function(*args)
@@ -44,7 +43,7 @@ def outside_graph(function: Callable[..., Any], *args: Any) -> Any:
 def start_all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
     """Starts the sum or elementwise maximum of x over the axis. May overwrite x.
 
-    Sends 2 (n - 1) / n of x per rank, or (n - 1) times x if x is small.
+    Sends 2 (n - 1) / n of x per rank, or (n - 1) times x through shared memory.
     """
     if axis.size == 1:
         return lambda: x
@@ -57,7 +56,7 @@ def start_all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
 
 
 def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
-    """Starts the all-gather [..., d / n, ...] -> [..., d, ...] along the non-negative dim `dim`.
+    """Starts the all-gather [..., d / n, ...] -> [..., d, ...] along `dim` >= 0.
 
     Sends (n - 1) times x per rank.
     """
@@ -73,13 +72,13 @@ def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
-    """Starts the reduce-scatter [..., d, ...] -> [..., d / n, ...] along `dim`, not negative.
+    """Starts the reduce-scatter [..., d, ...] -> [..., d / n, ...] along `dim` >= 0.
 
     Sends (n - 1) / n of x per rank.
     """
     if axis.size == 1:
         return lambda: x
-    # No copy if batch = 1.
+    # No copy if the dims before `dim` have size 1.
     stacked = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
     if parts := _start_exchange(stacked, axis):
         return lambda: reduce(torch.add, [part[axis.rank] for part in parts()])
@@ -91,7 +90,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """Sends x[r] of x [n, ...] to rank r. Returns the received tensors, stacked in rank order.
 
-    Sends (n - 1) / n of x per rank, or (n - 1) times x if x is small.
+    Sends (n - 1) / n of x per rank, or (n - 1) times x through shared memory.
     """
     if axis.size == 1:
         return x
@@ -129,7 +128,7 @@ def sum_partial(x: Tensor, axis: Axis, *, scattered: bool) -> Tensor:
 def all_reduce_over(axes: Mapping[str, Axis], x: Tensor) -> Tensor:
     """Returns the sum of `x` over all ranks of `axes`.
 
-    It reduces axis by axis, because gloo is slow in large groups.
+    Reduces axis by axis, because gloo is slow in large groups.
     """
     for axis in axes.values():
         x = all_reduce(x, axis)
@@ -137,8 +136,7 @@ def all_reduce_over(axes: Mapping[str, Axis], x: Tensor) -> Tensor:
 
 
 def _start_exchange(x: Tensor, axis: Axis) -> Callable[[], list[Tensor]] | None:
-    """Starts an exchange through shared memory. The result is a function that waits and returns the
-    tensors of all ranks.
+    """Starts an exchange through shared memory. Returns a function that waits for all tensors.
 
     Returns None if the tensor must go through the backend.
     """

@@ -1,13 +1,12 @@
 """Dropout whose mask is a function of a key, not of a generator's state.
 
-Masks differ across tp if activations are split and agree if they are replicated. Recomputed
-activations drop the same elements again.
+Masks differ between tp ranks if activations are split, and agree if they are replicated. Activation
+recompute drops the same elements again.
 
-The mask of an element depends on (seed, step, sample, name, row, column), so every layout drops the
-same elements. The hash is the finalizer of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable
-pseudorandom number generators", figure 14) of a counter, as in counter-based generators (Salmon et
-al. 2011, "Parallel random numbers: as easy as 1, 2, 3"). int64 multiplication wraps like the
-original's uint64.
+The mask of an element depends on the seed, step, sample, layer name, and position in the sample, so
+every layout drops the same elements. The mask is a hash: the finalizer of SplitMix64 (Steele, Lea
+and Flood 2014, figure 14), applied to a counter as in counter-based generators (Salmon et al.
+2011). int64 multiplication wraps like the original's uint64.
 
 A key is a tensor, so one compiled graph serves all steps.
 """
@@ -23,7 +22,7 @@ from torch.distributed import DeviceMesh
 
 from parallel3d.mesh import Axis
 
-GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 over the golden ratio. Its multiples are far apart.
+GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio as int64: its multiples are far apart.
 _FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND_FACTOR = 0x94D049BB133111EB - 2**64
 
@@ -33,11 +32,11 @@ def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
 
     Args:
         seed: Seed of the run.
-        step: Number of the step.
+        step: Step number.
         samples: Global indices of the sequences, int64.
 
     Returns:
-        Keys, int64 in the shape of `samples`.
+        int64 keys with the shape of `samples`.
 
     Example:
         >>> key = parallel3d.dropout_key(seed=0, step=1, samples=torch.arange(2))
@@ -51,15 +50,15 @@ def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
 class Dropout(nn.Module):
     """Zeroes elements with probability p and scales the others by 1 / (1 - p) during training.
 
-    Nothing is sent between ranks. The forward pass takes x [batch, ..., rows, columns] and `key`
-    [batch] from `dropout_key`. Move the keys of a step to the GPU in one copy.
+    No communication. The forward pass takes x [batch, ..., rows, columns] and `key` [batch] from
+    `dropout_key`. Move the keys of a step to the GPU in one copy.
 
     Args:
         p: Dropout probability, at least 0 and below 1.
         name: Global name of the layer, unique in the model.
         tp: Tensor-parallel axis.
         split_dim: Dim of x that is split over tp: 1 under sequence parallelism, -1 between a
-            column-parallel and a row-parallel linear. None if x is replicated.
+            column-parallel and a row-parallel layer. None if x is replicated.
 
     Raises:
         ValueError: p is out of range, or `key` does not have one number per sequence.
@@ -98,10 +97,10 @@ class Dropout(nn.Module):
 
     def dropped(self, x: Tensor, key: Tensor) -> Tensor:
         """Returns a mask in the shape of x, True for dropped elements."""
-        # The counter is the global position of each element in its sample, added to the key of the
-        # sample.
+        # The counter of an element is its global position in the sample plus a hash of the sample
+        # key and the layer name.
         counter = _split_mix(key.to(x.device, non_blocking=True) + self.salt)
-        whole = list(x.shape)  # Global shape.
+        whole = list(x.shape)
         if self.split_dim is not None:
             whole[self.split_dim] *= self.axis.size
         for dim in range(1, x.ndim):
@@ -123,5 +122,5 @@ def _split_mix(z: Tensor) -> Tensor:
 
 
 def xor_shifted(z: Tensor, bits: int) -> Tensor:
-    """Returns z xor (z >> bits) with a logical shift. torch's shift of int64 is arithmetic."""
+    """Sets z to z xor (z >> bits) with a logical shift, unlike torch's `>>`, and returns it."""
     return z.bitwise_xor_((z >> bits).bitwise_and_(2 ** (64 - bits) - 1))

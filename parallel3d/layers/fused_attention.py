@@ -1,7 +1,6 @@
-"""Calls of the attention kernels listed in `config.attention_kernels`.
+"""Calls the attention kernels that `config.attention_kernels` selects.
 
-Their memory grows linearly with the sequence. Shapes: B batch, S sequence, T keys, H query heads, G
-key/value heads, K head dim. Heads are those of one tp rank.
+Shapes: B batch, S sequence, H query heads and G key/value heads of one tp rank, K head dim.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def device_of(device: torch.device) -> AttentionDevice:
 
 
 def kernel_of(q: Tensor, k: Tensor, **flags: bool) -> AttentionKernel:
-    """Returns the kernel for q [B, S, H, K] and k [B, S, G, K]. `flags` as in `AttentionCall`."""
+    """Selects the kernel for q [B, S, H, K], k [B, S, G, K] and `flags` of `AttentionCall`."""
     call = AttentionCall(
         item_bytes=q.dtype.itemsize,
         is_bf16=q.dtype == torch.bfloat16,
@@ -53,9 +52,9 @@ def kernel_of(q: Tensor, k: Tensor, **flags: bool) -> AttentionKernel:
 def attend(
     q_BHSK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask: Tensor | None, *, causal: bool
 ) -> Tensor:
-    """Returns softmax(q k^T / sqrt(K) + mask) v, [B, H, S, K], by torch's fastest kernel.
+    """Computes attention [B, H, S, K] with the kernel that torch selects.
 
-    `causal` requires mask = None.
+    `mask` is True if a query may see a key. `causal` requires mask = None.
     """
     grouped = q_BHSK.shape[1] != k_BGSK.shape[1]
     return F.scaled_dot_product_attention(
@@ -72,12 +71,12 @@ def attend_by_varlen(
     causal: bool,
     window: int | None,
 ) -> Tensor:
-    """Returns attention [B, S, H, K] by CUDA's variable-length kernel.
+    """Computes attention [B, S, H, K] with torch's variable-length kernel for CUDA.
 
-    It attends within each of `documents`, or within full sequences if that is None. Keys outside
-    the window cost nothing.
+    Attention stays within each document, or within each sequence if `documents` is None. Keys
+    outside the window cost nothing.
     """
-    # Imported here because it imports the compiler.
+    # Imported lazily, because it imports the compiler.
     from torch.nn.attention.varlen import varlen_attn
 
     (batch, seq, heads, _), device = q_BSHK.shape, q_BSHK.device
@@ -108,7 +107,7 @@ def own_mask(seq: int, *, causal: bool, window: int | None, device: torch.device
     """Returns the causal and window mask [S, S], True if a query may see a key.
 
     With `window` a query sees that many keys up to itself (Beltagy et al. 2020, arXiv 2004.05150,
-    and Mistral). If not causal, it also sees as many from itself onward.
+    and Mistral). If not causal, it also sees that many from itself onward.
     """
     place = torch.arange(seq, device=device)
     distance = place.unsqueeze(1) - place

@@ -1,16 +1,16 @@
-"""How a backward pass stores parameter gradients, and when it computes them.
+"""Accumulates parameter gradients in place and delays the computation of weight gradients.
 
 The autograd functions of the layers take the parameter itself, a DTensor on the tp axis. They
-compute with `local_tensor(parameter)` and return its gradient through `accumulate_or_return`.
+compute with `local_tensor(parameter)` and pass its gradient to `accumulate_or_return`.
 
-[Note: fused gradients] By default, and always under `torch.compile`, gradients pass through
-autograd. If the trainer sets `fused_gradients`, the backward pass adds them to `.grad` in place,
-without a copy of the weight's size per microbatch (Megatron-LM's gradient accumulation fusion).
-Gradients that are partial over tp stay partial until `engine` reduces all of them in one collective
-per step. If a parameter has a `main_grad` (Megatron-LM's name), gradients are added to that tensor.
-It has the shape of the local shard, and usually float32 for 16-bit parameters. Its owner,
-`sharding.buckets`, also moves gradients from autograd there. Autograd hooks of a parameter with
-fused gradients do not fire.
+[Note: fused gradients] By default, and always in compiled graphs, gradients pass through autograd.
+If the trainer sets `fused_gradients`, the backward pass adds them to `.grad` in place, without a
+copy of the weight's size per microbatch (Megatron-LM's gradient accumulation fusion). Gradients
+that are partial over tp stay partial until `engine` reduces all of them in one collective per step.
+If a parameter has a `main_grad` (Megatron-LM's name), gradients are added to that tensor. It has
+the shape of the local shard and, for 16-bit parameters, usually float32. `sharding.buckets` creates
+it and also adds gradients from autograd to it. Autograd hooks of a parameter with fused gradients
+do not fire.
 
 [Note: delayed gradients] A zero-bubble schedule (Qi et al. 2023, arXiv 2401.10241) splits a
 backward pass. It computes input gradients first, which the previous stage waits for, and weight
@@ -41,7 +41,7 @@ Work = Callable[[], object]
 class DelayedGradients:
     """Collects the weight gradients that the layers of one stage defer.
 
-    The layers share one instance, so it is visible to every autograd thread.
+    The layers hold one shared instance, so that every autograd thread sees it.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,7 @@ class DelayedGradients:
 
     @contextmanager
     def collecting(self) -> Iterator[list[Work]]:
-        """Context manager that yields a list, to which layers append their deferred weight
-        gradients. Call each item once, in order.
-        """
+        """Context manager that yields a list of deferred work. Call each item once, in order."""
         before = self._works
         self._works = []
         try:
@@ -60,9 +58,7 @@ class DelayedGradients:
             self._works = before
 
     def delay(self, work: Work) -> bool:
-        """Stores the work for the second half of the backward pass. Returns False if the layer must
-        do it now.
-        """
+        """Defers the work if gradients are being collected. Otherwise returns False: do it now."""
         if self._works is None:
             return False
         self._works.append(work)
@@ -84,14 +80,14 @@ def as_dtensor(
 
 
 def like_parameter(parameter: Tensor, local: Tensor) -> Tensor:
-    """Returns the local shard `local` in the form of `parameter`: a DTensor or a plain tensor."""
+    """Returns `local` as a DTensor like `parameter`, or unchanged if that is a plain tensor."""
     if not isinstance(parameter, DTensor):
         return local
     return as_dtensor(local, parameter.device_mesh, parameter.placements, parameter)
 
 
 def accumulated_gradient(parameter: Tensor) -> Tensor | None:
-    """Returns the accumulated local gradient, or None before the first backward pass."""
+    """Returns the local tensor of `main_grad` or `.grad`, or None if there is no gradient yet."""
     total: Tensor | None = getattr(parameter, "main_grad", parameter.grad)
     return None if total is None else local_tensor(total)
 
@@ -99,8 +95,8 @@ def accumulated_gradient(parameter: Tensor) -> Tensor | None:
 def add_product(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
     """Adds grad_out^T x to `total` [out, in], from grad_out [tokens, out] and x [tokens, in].
 
-    `total` may have a wider dtype. On NVIDIA GPUs the matmul accumulates into float32 directly,
-    without rounding. Other devices round the matmul to the dtype of its inputs first.
+    `total` may have a wider dtype. If `has_wide_product`, the matmul accumulates into float32
+    directly, without rounding. Otherwise its result is first rounded to the dtype of its inputs.
     """
     if total.dtype == x.dtype:
         total.addmm_(grad_out.t(), x)
@@ -114,8 +110,8 @@ def add_product(total: Tensor, grad_out: Tensor, x: Tensor) -> None:
 def has_wide_product(device: torch.device, dtype: torch.dtype) -> bool:
     """Returns True if a GPU can add a matmul of `dtype` inputs to a float32 total.
 
-    It tries one, because versions do not tell. AMD GPUs lack the operator, and some torch versions
-    reject a float32 total.
+    Tries one, because the torch version does not tell. AMD GPUs lack the operator, and some torch
+    versions reject a float32 total.
     """
     total = torch.zeros(16, 16, device=device)
     factor = total.to(dtype)
@@ -136,9 +132,9 @@ def accumulate_or_return(
 ) -> Tensor | None:
     """Returns the value that a backward pass returns for `parameter`, given its local gradient.
 
-    With `fused`, adds the gradient to the accumulated one and returns None. Otherwise returns it in
-    the form of the parameter. `rows` are the rows that this rank used of a replicated parameter.
-    Their gradient is partial: it stays so with `fused`, and is summed over `axis` otherwise. A
+    With `fused`, adds the gradient to the accumulated one and returns None. Otherwise returns it as
+    a DTensor or plain tensor, like the parameter. `rows` are the rows that this rank used of a
+    replicated parameter. Their gradient is partial. Without `fused`, it is summed over `axis`. A
     frozen parameter gets no gradient.
     """
     if not parameter.requires_grad:
@@ -169,7 +165,7 @@ def accumulate_or_return_product(
     """Calls `accumulate_or_return` with the gradient grad_out^T x of a weight [out, in].
 
     Shapes: grad_out [tokens, out], x [tokens, in]. With `fused`, the matmul accumulates directly.
-    `delayed` may defer the work.
+    `delayed` may defer the work, which is then always fused.
     """
     if not weight.requires_grad:
         return None

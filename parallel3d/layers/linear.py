@@ -2,9 +2,9 @@
 
 A column-parallel layer followed by a row-parallel one needs one collective in the forward pass and
 one in the backward pass (Megatron-LM: Shoeybi et al. 2019, arXiv 1909.08053, section 3). Sequence
-parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2) replaces each all-reduce by an
-all-gather and a reduce-scatter along the sequence. Activations between the pairs are then split
-along the sequence.
+parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2) replaces each all-reduce with
+an all-gather and a reduce-scatter along the sequence. Activations between such pairs of layers are
+then split along the sequence.
 
 Shapes: B batch, S sequence, I input features, O output features, n = tp.
 
@@ -57,7 +57,7 @@ from parallel3d.mesh import ONE_RANK
 from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import is_compiled
 
-# Size from which fused gradients are faster on a CPU (docs/benchmarks.md).
+# Smallest weight whose fused gradients are faster on a CPU (docs/benchmarks.md).
 FUSED_FROM_ELEMENTS = 2**17
 
 
@@ -78,13 +78,12 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
         tp: Tensor-parallel axis or a `ParallelContext`.
         bias: If True, adds a bias, split like the output.
         gather_output: If True, all-gathers y in the forward pass.
-        copies: Number of neighboring ranks that compute the same output features, out_features *
-            copies / tp of them. Used for keys and values if there are fewer heads than ranks. The
-            weight is then replicated, stored once in a checkpoint, and its gradient is summed over
-            tp.
+        copies: Number of neighboring ranks that compute the same out_features * copies / tp
+            features. Used for keys and values if there are fewer heads than ranks. The weight is
+            then replicated, stored once in a checkpoint, and its gradient is summed over tp.
 
     Raises:
-        ValueError: tp / copies does not divide `out_features`.
+        ValueError: `copies` does not divide tp, or tp / copies does not divide `out_features`.
 
     Example:
         >>> up = parallel3d.ColumnParallelLinear(64, 256, tp=tp)
@@ -92,7 +91,7 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
         >>> y = down(F.gelu(up(x)))  # x, y [batch, seq, 64]
     """
 
-    uneven = False  # If True, the last rank may have fewer output features.
+    uneven = False  # If True, the last ranks may have fewer output features.
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
 class RowParallelLinear(ParallelModule, nn.Linear):
     """Linear layer y = x W^T + b with its input features split over tp.
 
-    It takes the output of a column-parallel layer.
+    Its input is the output of a column-parallel layer.
 
     Shapes: x [batch, seq, in_features / tp]. y [batch, seq, out_features], or [batch, seq / tp,
     out_features] under sequence parallelism.
@@ -203,8 +202,9 @@ def row_parallel(x: Tensor, layer: Any) -> Tensor:
 def is_plain(layer: Any) -> bool:
     """Returns True if torch's own linear can compute the layer.
 
-    This is the case if nothing is sharded or padded, and gradients are not fused or the weight is
-    small. Copying the gradient of a small weight costs less than an autograd function in Python.
+    It must not be sharded or padded, and its gradients must not be fused unless the weight is small
+    or `torch.compile` traces it. Copying the gradient of a small weight costs less than an autograd
+    function in Python.
     """
     if layer.axis.size > 1 or layer.padded_width not in (None, layer.out_features):
         return False
@@ -212,7 +212,7 @@ def is_plain(layer: Any) -> bool:
 
 
 def cast_input(x: Tensor) -> Tensor:
-    """Returns the input cast to the dtype of `torch.autocast`, or unchanged without autocast.
+    """Casts the input to the dtype of `torch.autocast`, except without autocast or from float64.
 
     The matmul itself casts the weight. Autocast is off in the backward pass, so the cast must
     happen here.
@@ -286,7 +286,7 @@ class ColumnParallelProduct(Function):
         grad_x = grad_x.view(*grads[0].shape[:-1], grad_x.shape[-1])
         start = start_reduce_scatter if first.sequence_parallel else start_all_reduce
         travelling = start(grad_x, ONE_RANK if first.is_entered else first.axis)
-        # The collective sends a copy unless the batch is one sequence, so this frees memory.
+        # A reduce-scatter of several sequences sends a copy, so this frees the original.
         del grad_x
         x = gathered().flatten(0, -2)
         del gathered  # Frees the buffer of the all-gather.
@@ -336,7 +336,7 @@ def _bias_gradient(layer: Any, bias: Tensor | None, grad: Tensor) -> Tensor | No
 class RowParallelProduct(Function):
     """Matmul of a row-parallel layer, followed by the sum over tp.
 
-    Only an unsharded layer passes a bias here. It is added before the sum.
+    The bias is added before the sum, so only an unsharded layer passes one.
     """
 
     @staticmethod
@@ -363,10 +363,10 @@ class RowParallelProduct(Function):
 def delay_weight_gradients(module: nn.Module) -> DelayedGradients:
     """Lets all linear layers below a module, including `nn.Linear`, defer their weight gradients.
 
-    Returns the object that collects the deferred gradients. Results and names do not change.
-    Compiled modules are skipped: their backward pass cannot be split.
+    Returns the object that collects the deferred gradients. Results and parameter names do not
+    change. Compiled modules are skipped: their backward pass cannot be split.
     """
-    # Has the attributes of an unsharded layer, which nn.Linear lacks.
+    # Provides the attributes of an unsharded layer, which nn.Linear lacks.
     whole_layer = ParallelModule(None)
     whole_layer.delayed = delayed = DelayedGradients()
     for part in _eager_modules(module):

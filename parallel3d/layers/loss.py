@@ -3,13 +3,12 @@
     loss = lse - logit[label] + z * lse^2,    lse = log(sum of exp(logits))
 
 z is the coefficient of the z-loss (Chowdhery et al. 2022, arXiv 2204.02311, section 5). The
-gradient of the logits is softmax * (1 + 2 z lse) - [label].
+gradient of the logits is softmax * (1 + 2 z lse) - one_hot(label).
 
-Arithmetic is at least float32 for any logits. The backward pass saves the logits as given and one
-number per token. `chunk_tokens` limits the float32 temporaries of both passes to that many tokens
-at a time.
+Arithmetic is float32, or float64 for float64 logits. The forward pass saves the logits as given,
+the labels, and lse. `chunk_tokens` limits the float32 temporaries of both passes.
 
-Shapes: T tokens, V vocabulary, w = ceil(V / n) the local part, n = tp.
+Shapes: T tokens, V vocabulary, w = ceil(V / n) local width, n = tp.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from parallel3d.layers.collectives import all_reduce, outside_graph
 from parallel3d.mesh import Axis
 
 IGNORED = -100  # Label of tokens without a loss, as in torch.
-PLAIN_BELOW_ELEMENTS = 2**17  # Below this size torch's own loss is faster.
+PLAIN_BELOW_ELEMENTS = 2**17  # Number of logits below which torch's own loss is faster.
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class TokenLoss:
         axis: Tensor-parallel axis. `shard_sizes.shard_rows` gives the shard of each rank.
         vocab: Size of the full vocabulary.
         z_loss: Coefficient of the z-loss.
-        chunk_tokens: Tokens computed at a time. None means all.
+        chunk_tokens: Tokens per chunk. None means all.
     """
 
     axis: Axis
@@ -78,7 +77,7 @@ class TokenLoss:
     ) -> None:
         """Writes the gradient [T, w] of the logits into `out`, which may be the logits themselves.
 
-        `grad` [T] is the gradient of the losses. Arithmetic is at least float32. Sends nothing.
+        `grad` [T] is the gradient of the losses. No communication.
         """
         own, elsewhere = own_indices(labels, self.axis.rows(self.vocab))
         lse = lse.unsqueeze(-1)
@@ -113,7 +112,7 @@ def vocab_parallel_cross_entropy(
         vocab: Size of the vocabulary. Required if tp does not divide it or if the logits are
             padded, as those of a `VocabParallelHead`. Default: the sum of the local widths.
         z_loss: Coefficient of the z-loss.
-        chunk_tokens: Tokens computed at a time, which limits memory. Default: all.
+        chunk_tokens: Tokens per chunk, which limits memory. Default: all.
 
     Returns:
         Losses [batch, seq], equal on every tp rank; 0 for ignored tokens. float32, or float64 for
@@ -135,7 +134,7 @@ def token_losses(
 ) -> Tensor:
     """Returns the losses [batch, seq] of `vocab_parallel_cross_entropy`.
 
-    With `overwrite_logits`, the backward pass writes the gradient into the memory of the logits.
+    With `overwrite_logits`, the backward pass may write the gradient into the memory of the logits.
     """
     is_small = terms.chunk_tokens is None and logits.numel() < PLAIN_BELOW_ELEMENTS
     if terms.axis.size == 1 and terms.vocab == logits.shape[-1] and not terms.z_loss and is_small:
@@ -146,11 +145,7 @@ def token_losses(
 
 
 def own_indices(indices: Tensor, rows: range) -> tuple[Tensor, Tensor]:
-    """Returns vocabulary indices relative to this rank's `rows`, and a mask of those of other
-    ranks.
-
-    Indices of other ranks' rows become 0.
-    """
+    """Returns indices relative to `rows`, and a mask of those outside of them, which become 0."""
     own = indices - rows.start
     elsewhere = (own < 0) | (own >= len(rows))
     return own.masked_fill(elsewhere, 0), elsewhere

@@ -3,7 +3,7 @@
 x and y are [batch, seq, hidden], or [batch, seq / tp, hidden] under sequence parallelism. In the
 latter case tp ranks see different tokens, so the gradients of weight and bias are summed over tp.
 The same holds for an RMSNorm with `over_heads`, whose ranks normalize different heads [..., heads /
-tp, head_dim] (q/k norm). There is no other communication.
+tp, head_dim] (q/k norm).
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@ dicts hold global tensors. Arithmetic uses the local tensors, because DTensor di
 than the work of a small layer (`layers.gradients`).
 
 [Note: initial weights] Initial values do not depend on the layout. A parameter's global tensor
-consists of tiles of a fixed size. Each tile is drawn on the CPU in float32 from a generator seeded
-by (seed, global name of the parameter, position of the tile). A rank draws only the tiles that
-overlap its shard. So every layout and every device starts from the same weights, and initialization
-takes less time and memory the more ranks share the model.
+consists of tiles of a fixed size, or of one tile if its initializer is custom. Each tile is drawn
+on the CPU in float32 from a generator seeded by (seed, global name of the parameter, position of
+the tile). A rank draws only the tiles that overlap its shard. So every layout and every device
+starts from the same weights, and initialization takes less time and memory the more ranks share the
+model.
 
 [Note: random starts] torch draws random numbers into each rank's shard of a DTensor. On CPUs all
 ranks get the same numbers. On GPUs the numbers differ from those of one device. Here, `normal_`,
@@ -86,7 +87,7 @@ class ParallelContext:
 
     Args:
         tp: Tensor-parallel axis, a one-dimensional mesh. None means one device without
-            communication; the code path is the same.
+            communication.
         sequence_parallel: If True, activations between layers are also split along the sequence, as
             [batch, seq / tp, hidden]. All layers of a block must agree.
         device: Device of the parameters. Default: torch's default device.
@@ -110,9 +111,10 @@ class ParallelContext:
 
 
 LayerTp = ParallelContext | DeviceMesh | None
-# Elementwise part of a layer. `build_engine.compile_pieces` compiles it.
+# Elementwise function of a layer, which `build_engine.compile_pieces` compiles.
 Pointwise = Callable[..., Tensor]
-# Largest tile. Other values would change the weights that a seed gives.
+# Largest width and number of elements of a tile. Other values would change the weights that a seed
+# gives.
 TILE_COLUMNS = 512
 TILE_NUMBERS = 2**16
 
@@ -159,8 +161,7 @@ class ParameterSpec:
         return self.init(whole, None)
 
     def box(self, tp: Axis, shards: Axis = ONE_RANK) -> tuple[range, range]:
-        """Returns the ranges of rows and columns of this rank's shard, with the global tensor seen
-        as a matrix.
+        """Returns the row and column ranges of this rank's shard of the tensor as a matrix.
 
         Columns span all dims except the first. `shards` is the data-parallel axis that further
         splits the rows of the tp shard.
@@ -181,8 +182,8 @@ class ParameterSpec:
 class ShardedModule(nn.Module):
     """Base class of modules whose parameters are DTensors on the tp axis.
 
-    These are the layers of this library and converted modules of other libraries. State dicts and
-    `torch.nn.init` behave as on one device.
+    These are the layers of this library and converted modules of other libraries. State dicts
+    behave as on one device. For `torch.nn.init` see [Note: random starts].
     """
 
     axis: Axis
@@ -193,11 +194,12 @@ class ShardedModule(nn.Module):
     is_entered = False  # True if a parent module performs the communication of `enter`.
     # Attributes that `layers.linear` reads:
     is_transposed = False  # True if the weight is [in_features, out_features].
-    rows: slice | None = None  # Rows that this rank uses of a replicated weight.
-    padded_width: int | None = None  # Output width after padding with -inf.
+    rows: slice | None = None  # Rows of a replicated weight that this rank uses, or None for all.
+    # Output width after padding with -inf, or None.
+    padded_width: int | None = None
 
     def replicated(self, name: str) -> Any:
-        """Returns this rank's part of a parameter as a plain tensor with autograd, or None.
+        """Returns a parameter's local tensor, differentiable, or None if the parameter is None.
 
         In the backward pass the gradient is all-reduced over tp if `sums_gradient` is True.
         """
@@ -211,13 +213,14 @@ class ShardedModule(nn.Module):
         return copy_to_region(part, self.axis)
 
     def sums_gradient(self, name: str) -> bool:
-        """Returns True if the gradient of a replicated parameter is partial, and must be reduced in
-        each backward pass.
-        """
+        """Returns True if each backward pass must sum the parameter's gradient over tp."""
         return False
 
     def enter(self, x: Tensor) -> Tensor:
-        """Returns x for column-parallel layers, all-gathered if its sequence is split."""
+        """Returns x for column-parallel layers, all-gathered if its sequence is split.
+
+        The backward pass reduces its gradient. If `is_entered`, a parent module does both.
+        """
         if self.is_entered:
             return x
         enter = all_gather_to_region if self.sequence_parallel else copy_to_region
@@ -233,7 +236,7 @@ class ShardedModule(nn.Module):
 
 
 class _FusedLocal(Function):
-    """Local tensor of a parameter. Its gradient is added to `.grad` directly."""
+    """Local tensor of a parameter, whose gradient is accumulated in place."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor) -> Tensor:
@@ -247,7 +250,7 @@ class _FusedLocal(Function):
 
 
 def shard_like(full: Tensor, parameter: DTensor) -> DTensor:
-    """Returns a full tensor in the layout of `parameter`, without communication."""
+    """Returns a full tensor sharded like `parameter`, without communication."""
     mesh = parameter.device_mesh
     placements = parameter.placements
     return distribute_tensor(full.to(parameter.device), mesh, placements, src_data_rank=None)
@@ -331,8 +334,8 @@ class ParallelModule(ShardedModule):
                 for a missing bias.
 
         Raises:
-            ValueError: tp does not divide the sharded dim, or tp ranks drew different values of a
-                replicated parameter. The comparison sends 16 bytes over tp.
+            ValueError: tp does not divide the sharded dim (or, with `uneven`, a rank would have no
+                row), or tp ranks drew different values of a replicated parameter.
         """
         if spec is None:
             self.register_parameter(name, None)
@@ -358,8 +361,8 @@ class ParallelModule(ShardedModule):
     def reset_parameters(self) -> None:
         """Draws new initial values, as `add_parameter` does.
 
-        Resetting all layers in model order equals building the model with the same seed. As with
-        torch's layers, the last layer's draw of a tied parameter stays.
+        Resetting all layers in model order equals building the model with the same seed. A tied
+        parameter keeps the values drawn by the last layer that has it, as in torch.
         """
         for name, spec in self.specs.items():
             draw(self.get_parameter(name), spec.start)
@@ -372,8 +375,8 @@ class ParallelModule(ShardedModule):
 def set_fused_gradients(module: nn.Module, on: bool) -> None:
     """Switches fused gradient accumulation on or off for all sharded modules below `module`.
 
-    With fused accumulation, a layer's backward pass adds the weight gradient directly to `.grad`.
-    See [Note: fused gradients] in `layers.gradients`.
+    With fused accumulation, a layer's backward pass adds parameter gradients directly to `.grad` or
+    `main_grad`. See [Note: fused gradients] in `layers.gradients`.
 
     Args:
         module: Model or part of a model.
@@ -389,7 +392,7 @@ def set_fused_gradients(module: nn.Module, on: bool) -> None:
 
 
 def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
-    """Yields the global name and spec of every parameter below `module`.
+    """Yields the global name and spec of every parameter of the parallel layers in `module`.
 
     A tied parameter appears under its first name only.
     """
@@ -407,7 +410,7 @@ def initial_part(
     """Returns the initial values of this rank's shard of a parameter, in float32 on the CPU.
 
     The data-parallel axis `shards` further splits the rows of the tp shard. A custom initializer
-    may depend on the shape, so it fills the full tensor, which is then sharded.
+    fills the full tensor, because it may depend on the shape.
     """
     rows, columns = spec.box(tp, shards)
     height, width = tile_height, tile_width = spec.shape[0], math.prod(spec.shape[1:])
@@ -442,7 +445,7 @@ def _tiles(own: range, size: int, step: int) -> Iterator[tuple[range, slice, sli
 
 
 def initial_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
-    """Returns the initial global tensor of every parameter by its first global name.
+    """Returns the initial global tensor of every parameter, keyed by its first global name.
 
     `module` may be on the meta device. For references and tests.
     """
@@ -450,13 +453,13 @@ def initial_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
 
 
 def initialize(module: nn.Module, seed: int, device: torch.device | str) -> None:
-    """Gives every parameter its initial values, without communication.
+    """Gives the parameters of parallel layers their initial values, without communication.
 
     Each rank draws its shard of one tensor at a time. Tied parameters stay tied. Call it before
     `fully_shard`.
 
     Args:
-        module: Module on the meta device or another.
+        module: Module on any device, including meta.
         seed: Seed of the initial values.
         device: Device of the new parameters.
     """

@@ -24,7 +24,7 @@ class LearnedPositions(ParallelModule, nn.Embedding):
 
     Shapes: x and y [batch, seq, hidden], or [batch, seq / tp, hidden] under sequence parallelism.
     In the latter case each tp rank adds the embeddings of its own tokens, and the weight's gradient
-    is summed over tp. There is no other communication.
+    is summed over tp.
 
     The forward pass also takes `positions` [batch, seq] of the full sequence. Default: 0, 1, ...
 
@@ -76,7 +76,7 @@ class LearnedPositions(ParallelModule, nn.Embedding):
 
 @dataclass(frozen=True, eq=False)
 class PackedDocuments:
-    """Packed documents in the sequences [batch, seq] of a microbatch.
+    """Boundaries of the documents packed into the sequences [batch, seq] of a microbatch.
 
     No document crosses the end of its sequence. Build this once per batch on the CPU: reading the
     lengths from a GPU would synchronize it.
@@ -101,7 +101,7 @@ class PackedDocuments:
 
     @classmethod
     def ended_by(cls, end_of_text: int, ids: Tensor) -> PackedDocuments:
-        """Returns the documents of ids [batch, seq], each ending with `end_of_text` or its row."""
+        """Finds the documents in ids [batch, seq]. Each ends with `end_of_text` or its sequence."""
         is_start = F.pad(ids[:, :-1] == end_of_text, (1, 0), value=True)
         place = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
         starts = F.pad(is_start.flatten().nonzero().flatten(), (0, 1), value=ids.numel()).int()
@@ -151,10 +151,10 @@ class RotaryEmbedding(nn.Module):
     """Rotary position embedding in the half-split form of Hugging Face's Llama.
 
     It rotates dims i and i + head_dim / 2 by position * theta^(-2i / head_dim) (Su et al. 2021,
-    arXiv 2104.09864). Angles and arithmetic are float32, or float64 for float64 inputs. The result
-    is rounded once to the dtype of x. The table of angles is not in the state dict. It covers the
-    longest sequence seen and is built on first use, or earlier by `make_table` if layers are
-    compiled.
+    arXiv 2104.09864). Angles are float32. Arithmetic is float32, or float64 for float64 inputs. The
+    result is rounded once to the dtype of x. The table of angles is not in the state dict. It
+    covers the longest sequence seen and is built on first use, or earlier by `make_table` if layers
+    are compiled.
 
     Args:
         head_dim: Size of each head.
@@ -194,7 +194,8 @@ class RotaryEmbedding(nn.Module):
     def make_table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cos and sin [at least `length`, 1, head_dim] on the device of `like`.
 
-        They are at least float32. sin is negated in the first half of head_dim.
+        They are at least float32 and include the magnitude of the scaling. sin is negated in the
+        first half of head_dim.
         """
         device = like.device
         dtype = wide_dtype(like)
@@ -218,11 +219,10 @@ class RotaryEmbedding(nn.Module):
 
 
 class _Turn(Function):
-    """Computes x cos + swap(x) sin if x has a lower precision than the table, or with given
-    positions.
+    """Autograd function of `turned` for given positions or an x of lower precision than the table.
 
-    The backward pass rotates back, with -sin. Autograd would round both terms, and every block
-    would save table rows for each token.
+    The backward pass rotates back, with -sin. Differentiating `turn` would round both terms and
+    save table rows for each token in every block.
     """
 
     @staticmethod
@@ -248,6 +248,6 @@ def turn(
 def turned(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
     """Returns x rotated by its positions. The backward pass rotates the gradient back."""
     if x.dtype == cos.dtype and positions is None:
-        return turn(x, cos, sin, None)  # Autograd takes half the time of a Python Function here.
+        return turn(x, cos, sin, None)  # Here plain autograd takes half the time of `_Turn`.
     y: Tensor = _Turn.apply(x, cos, sin, positions)
     return y

@@ -1,7 +1,8 @@
 """Functions that change how a tensor is distributed over tp, each with its conjugate collective.
 
-Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3) calls them f and g. Sequence
-parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2) adds g and its conjugate.
+Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3) calls the first two f and g. Sequence
+parallelism (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2) adds the all-gather and the
+reduce-scatter.
 
 Shapes: d is the size of the dim `dim`, n = tp. *full*: the same on every rank. *partial*: each rank
 has a summand.
@@ -46,7 +47,7 @@ from parallel3d.layers.collectives import (
 from parallel3d.mesh import Axis
 
 Tp = DeviceMesh | Axis | None
-# Collective on (x, axis, dim).
+# Collective, called as `change(x, axis, dim)`.
 Change = Callable[[Tensor, Axis, int], Tensor]
 
 

@@ -1,4 +1,4 @@
-"""Compares tensors between ranks, by one integer per tensor.
+"""Compares tensors between ranks by fingerprints, one integer per tensor.
 
 [Note: fingerprints] The bits of each element are mixed into an integer, multiplied by an odd number
 that depends on the element's position, and summed modulo 2^64. Both steps are invertible, so
@@ -15,7 +15,7 @@ from parallel3d.layers.collectives import all_reduce
 from parallel3d.layers.dropout import GOLDEN, xor_shifted
 from parallel3d.mesh import Axis
 
-_PIECE = 2**20  # Elements per piece. The sum takes 16 bytes of temporary memory for each.
+_PIECE = 2**20  # Elements hashed at a time, to limit temporary memory.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

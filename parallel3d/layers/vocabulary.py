@@ -1,6 +1,7 @@
 """Token embedding and output head with the vocabulary split over tp.
 
-Also the head fused with its loss, which holds the logits of only one chunk of tokens at a time.
+`head_cross_entropy` fuses the head with its loss and holds the logits of only one chunk of tokens
+at a time.
 
 Shapes: B batch, S sequence, D hidden, V vocabulary, T = B S tokens, n = tp, w = ceil(V / n), w' = w
 rounded up by `VocabParallelHead.pad_to`.
@@ -123,13 +124,13 @@ def add_rows(total: Tensor, ids: Tensor, grad: Tensor) -> None:
     """Adds grad [B, S, D] to the rows of `total` [w, D] that ids [B, S] select.
 
     Gradients of equal ids are summed in float32 and rounded once. Adding them one by one to a bf16
-    row would lose all but the first few hundred of a frequent token.
+    row would lose most gradients of a frequent token.
     """
     ids = ids.flatten()
     grad = grad.flatten(0, -2)
     wide = wide_dtype(total)
     if total.dtype != wide:
-        # One token per row, the one written last, receives the sum of the row. The others get 0.
+        # Of the tokens with the same id, the one written last receives the sum. The others get 0.
         tokens = torch.arange(len(ids), device=ids.device)
         standing_for = tokens.new_empty(len(total)).index_put_((ids,), tokens)[ids]
         sums = torch.zeros_like(grad, dtype=wide)
@@ -142,12 +143,13 @@ class VocabParallelHead(ColumnParallelLinear):
 
     Under sequence parallelism x is [B, S / n, D]. n = tp, and w' is the padded width per rank.
 
-    It is a column-parallel linear whose output features tp need not divide ([Note: uneven
-    vocabulary]). If a rank has fewer logits than the width, the rest is -inf, which a softmax
-    ignores. The weight may be tied to the embedding: `head.weight = embed.weight`.
+    tp need not divide out_features ([Note: uneven vocabulary]). If a rank has fewer logits than the
+    width, the rest is -inf, which a softmax ignores. The weight may be tied to the embedding:
+    `head.weight = embed.weight`.
 
     `head.pad_to(64)` aligns the rows of the logits, which speeds up GPU matmuls. The weight stays
-    [V, D], so nothing padded is trained or saved. Pass `vocab` to the loss then.
+    [V, D], so nothing padded is trained or saved. With padding, pass `vocab` to
+    `vocab_parallel_cross_entropy`.
 
     If `is_deferred` is True, the forward pass returns x without communication. Compute the loss
     with `head_cross_entropy` or the logits with `logits`.
@@ -179,7 +181,7 @@ class VocabParallelHead(ColumnParallelLinear):
         self.pad_to(1)
 
     def pad_to(self, multiple: int) -> None:
-        """Pads the width of the logits to a multiple of `multiple`."""
+        """Pads each rank's logits to a width that is a multiple of `multiple`."""
         rows = largest_shard(self.out_features, self.axis.size)
         self.padded_width = -(-rows // multiple) * multiple
 
@@ -201,9 +203,10 @@ def ends_with_head(forward: Forward) -> Forward:
 
 
 def head_at_end(model: nn.Module) -> VocabParallelHead | None:
-    """Returns the head of a model whose output is the output of the head, else None.
+    """Returns the model's head if the model's output is that of the head, else None.
 
-    Returns None if a subclass overrides `forward` of the model or of the head.
+    Returns None if a subclass overrides `forward` of the head, or of the model without
+    `ends_with_head`.
     """
     head = getattr(model, "head", None)
     is_last = getattr(type(model).forward, "ends_with_head", False)

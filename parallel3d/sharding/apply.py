@@ -37,10 +37,11 @@ def shard(
 ) -> ShardedData:
     """Shards or replicates a model over the data-parallel axes of a mesh, in place.
 
-    All data-parallel ranks receive the weights of the first one. `parallelize` calls this function.
-    Call it yourself if you write your own training step. The result has these methods:
+    All data-parallel ranks receive the weights of the first one, except on the meta device.
+    `parallelize` calls this function. Call it yourself if you write your own training step. The
+    result has these methods:
 
-    - `part(module, name)`: this rank's part of a parameter. The optimizer steps `part.local`.
+    - `part(module, name)`: this rank's part of a parameter. The optimizer updates `part.local`.
     - `before_backward(last)`: call before each backward pass. `last` is True for the last one of a
       step.
     - `finish_gradients()`: call after the last backward pass. Then call `sync_views()` of each
@@ -58,14 +59,14 @@ def shard(
             outermost ModuleLists and ModuleDicts.
         dtypes: Data types. Default: the dtype of the model's parameters.
         average: If True, gradients are averaged over the data-parallel ranks, otherwise summed.
-        options: Cadence and bucketing of communication.
+        options: Communication options.
 
     Returns:
         Handle that synchronizes gradients and distributes updated parameters.
 
     Raises:
-        ValueError: The strategy is unknown or does not fit the mesh, or the mesh has no
-            data-parallel axis.
+        ValueError: The strategy is unknown or does not fit the mesh, the model or the options, or
+            the mesh has unknown axes and no data-parallel axis.
 
     Example:
         >>> data = parallel3d.shard(model, mesh, "SHARD_OPTIMIZER", wrap=["blocks.*"])

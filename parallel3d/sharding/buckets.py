@@ -33,10 +33,10 @@ WAITS_FOR_RANKS = True  # Read by parallel3d.watch.heartbeat.
 
 
 class ReplicatedPart(OptimizerPart):
-    """A replicated parameter, and the part of it that this rank's optimizer steps.
+    """A replicated parameter, and the part of it that this rank's optimizer updates.
 
     The part is this rank's rows, or all rows, of the parameter or of its master copy. The master
-    copy starts as `value`. The gradient lives in `memory`, a slice of the bucket.
+    copy starts as `value`. `memory`, a slice of the bucket, holds the gradient.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class ReplicatedPart(OptimizerPart):
         self.repeated_over = frozenset({Role.REPLICATE} if reduction.split else DATA_ROLES)
         self.gradient = memory.view(whole.shape)
         self.own_gradient = reduction.own(self.gradient)
-        # `.grad` of the parameter, if that is a view of the bucket.
+        # `.grad` of the parameter if that is a view of the bucket, else None.
         self.attached: Tensor | None = None
         if not parameter.requires_grad:
             return
-        # Backward passes accumulate into the bucket. Gradients of another dtype are added there.
+        # Backward passes accumulate into the bucket. A hook adds gradients of another dtype to it.
         parameter.main_grad = self.gradient  # type: ignore[attr-defined]
         if parameter.dtype == self.gradient.dtype:
             self.attached = like_parameter(parameter, self.gradient)
@@ -102,8 +102,8 @@ class ReplicatedPart(OptimizerPart):
 class Bucket:
     """Gradients of `parts`, stored one after the other in `memory`.
 
-    Gradients of frozen parameters are zeros. `before` has the original values of parameters that
-    were cast. The constructor removes those it uses.
+    Gradients of frozen parameters are zeros. `before` maps cast parameters to their original
+    values. The constructor removes those it uses.
     """
 
     def __init__(
@@ -155,9 +155,7 @@ class Bucket:
             self._packing.unpack(total[None], [part.own_gradient for part in self.parts])
 
     def start_publish(self) -> Callable[[], Tensor | None]:
-        """Starts the all-gather of the rows that the optimizer updated. The result is a function
-        that waits for it.
-        """
+        """Starts to all-gather updated rows. Returns a function that waits for them, if any."""
         over = self._reduction
         if not over.split:
             return lambda: None
@@ -165,9 +163,7 @@ class Bucket:
         return start_row_gather(self._packing.pack(stepped, 1, over.dtypes.compute), over.shard)
 
     def finish_publish(self, rows: Tensor | None) -> None:
-        """Copies updated values into the parameters: all ranks' `rows`, or those of this rank if it
-        is None.
-        """
+        """Copies all ranks' `rows`, or this rank's master copies if None, into the parameters."""
         wholes = [local_tensor(part.parameter) for part in self.parts]
         if rows is not None:
             self._packing.unpack(rows, wholes)
@@ -178,8 +174,8 @@ class Bucket:
 class Packing:
     """Layout of several tensors in one tensor [ranks, width].
 
-    Each tensor is split by rows over the ranks. Ranks with fewer rows than rank 0 have gaps, which
-    are never read. The rows of a single rank have the same layout in a tensor [1, width].
+    Each tensor is split by rows over the ranks. Ranks with fewer rows than rank 0 have padding,
+    which is never read. The rows of a single rank have the same layout in a tensor [1, width].
     """
 
     def __init__(self, shapes: Sequence[torch.Size], ranks: int) -> None:
@@ -214,9 +210,7 @@ class Packing:
 
 
 def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Starts a reduce-scatter of `rows` [ranks, width]. The result is a function that waits and
-    returns this rank's row.
-    """
+    """Starts to reduce-scatter `rows` [ranks, width]. Call the result for this rank's row."""
     if dist.get_backend(axis.group) != "gloo":
         pending = start_reduce_scatter(rows, axis, 0)
         return lambda: pending()[0]
@@ -233,9 +227,7 @@ def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 
 def start_row_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Starts the all-gather of `own` [1, width]. The result is a function that waits and returns
-    [ranks, width].
-    """
+    """Starts to all-gather `own` [1, width]. Call the result for [ranks, width]."""
     if dist.get_backend(axis.group) != "gloo":
         return start_gather(own, axis, 0)
     rows = own.new_empty(axis.size, own.shape[1])

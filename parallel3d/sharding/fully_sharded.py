@@ -25,9 +25,7 @@ from parallel3d.torch_private import keep_delayed_gradients, reduce_delayed_grad
 
 
 class ReduceScatterIn:
-    """Reduce-scatter for `fully_shard` that sends numbers in `dtype`, whatever the accumulation
-    dtype is.
-    """
+    """Reduce-scatter for `fully_shard` that sends `dtype` instead of the accumulation dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -50,9 +48,9 @@ class FullyShardedData(ShardedData):
     """Data-parallel handle of a model with sharded parameters.
 
     With `frees_forward`, a unit is resharded after its forward pass and all-gathered again for its
-    backward pass. Exceptions are the head, whose backward pass comes next, and embedding tables,
-    which a backward pass does not read. Gradients are summed over replicas in the last backward
-    pass of a step, whatever `options.reduce` is.
+    backward pass. The head is not resharded, because its backward pass comes next. Embedding tables
+    are not all-gathered again, because no backward pass reads them. Gradients are summed over
+    replicas in the last backward pass of a step, whatever `options.reduce` is.
     """
 
     _repeated_over = frozenset({Role.REPLICATE})
@@ -71,9 +69,9 @@ class FullyShardedData(ShardedData):
         self._shards = reduction.shard
         self._frees_each = options.gather == "microbatch"
         self._reduces_each = options.reduce == "microbatch"
-        # Last value of `last` that was passed to `fully_shard`.
+        # Last value of `last` passed to `fully_shard`, or None before the first.
         self._current: bool | None = None
-        # Accumulation dtype of microbatches.
+        # Accumulation dtype of gradients over microbatches.
         summed = torch.promote_types(dtypes.master, dtypes.reduce)
         if any(parameter.dtype != dtypes.master for parameter in model.parameters()):
             model.to(dtypes.master)
@@ -118,13 +116,13 @@ class FullyShardedData(ShardedData):
                     module.set_modules_to_backward_prefetch(chain[max(0, at - depth) : at][::-1])
 
     def before_backward(self, last: bool) -> None:
-        # `head_cross_entropy` reads the weight of the head before torch gathers it.
+        # `head_cross_entropy` reads the weight of the head before torch all-gathers it.
         for head in self._heads:
             head.unshard()
         self._tell(last)
 
     def _tell(self, last: bool) -> None:
-        if last == self._current:  # The calls below traverse the model.
+        if last == self._current:  # Avoids the calls below, which traverse the model.
             return
         self._current = last
         root = self._root

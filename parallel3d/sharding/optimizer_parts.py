@@ -52,9 +52,7 @@ class OptimizerPart:
 
     @torch.no_grad()
     def initialize(self, draw: Callable[[Axis], Tensor]) -> None:
-        """Fills this part with `draw(axis)`, which returns the rows of the tp shard that this rank
-        holds along the data-parallel axis.
-        """
+        """Fills this part with `draw(axis)`, this rank's rows of the tp shard split over `axis`."""
         local_tensor(self._find()).copy_(draw(self._shards))
 
 
@@ -62,7 +60,7 @@ class ShardedData:
     """Handle returned by `shard`. Its methods are called at fixed points of a training step.
 
     docs/reference/sharding.md has an example loop. This base class handles a single data-parallel
-    rank without mixed precision. The strategies override it.
+    rank without mixed precision. Subclasses implement the strategies.
     """
 
     _shards = ONE_RANK
@@ -75,15 +73,15 @@ class ShardedData:
         """Allocates buffers. Call it after `to_empty` if the model was on the meta device."""
 
     def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
-        """Returns the part of `module.attribute` that the optimizer steps."""
+        """Returns the part of `module.attribute` that the optimizer updates."""
         find = partial(getattr, module, attribute)
         return OptimizerPart(find, self._shards, self._repeated_over)
 
     def before_backward(self, last: bool) -> None:
-        """Call it before each backward pass. `last` marks the last one of the step, after which
-        gradients are reduced.
+        """Call it before each backward pass. `last` marks the last one of a step.
 
-        If it is never called, every backward pass counts as the last.
+        With `reduce` = "step", gradients are reduced in the last one. Without a call, every
+        backward pass counts as the last.
         """
 
     def after_weights(self, last: bool) -> None:
@@ -93,6 +91,7 @@ class ShardedData:
         """Reduces gradients over the DP ranks. Call it after the last backward pass of a step."""
 
     def clear_gradients(self) -> None:
+        """Clears all gradients. Call it in every step instead of `model.zero_grad()`."""
         self._model.zero_grad()
 
     def drop_gradients(self) -> None:
@@ -101,10 +100,10 @@ class ShardedData:
         self.clear_gradients()
 
     def publish(self) -> None:
-        """Starts to copy the values that the optimizer wrote into the parameters of the model.
+        """Starts to update the model's parameters with the values that the optimizer wrote.
 
-        It all-gathers them across ranks and casts master copies. Call it after the optimizer step.
-        The forward pass waits for it.
+        Call it after the optimizer step. It all-gathers the values and casts master copies, and
+        waits for that unless `publish_in_forward` is True.
         """
 
     def finish_publish(self) -> None:
@@ -130,7 +129,7 @@ class LocalParameter:
 
     @property
     def local(self) -> nn.Parameter:
-        """Plain tensor that the optimizer steps. Its gradient is `local.grad`."""
+        """Plain tensor that the optimizer updates. Its gradient is `local.grad`."""
         return self.part.local
 
     @property

@@ -2,13 +2,13 @@
 
 [Note: why not DistributedDataParallel] torch has both strategies, but builds them on autograd hooks
 of parameters. Those do not fire with fused gradients (`layers.gradients`), which matmuls accumulate
-directly, also in a wider dtype and in the second half of a split backward pass.
+directly, possibly in a wider dtype or in the second half of a split backward pass.
 docs/reference/sharding.md compares step times.
 
 Gradients live in buckets of complete units. A bucket is reduced as soon as the last backward pass
-of a step has left its units, overlapped with earlier units. A hook on a unit's input detects this,
-because autograd computes the input gradient of a module last. This also holds for fused gradients
-and activation recompute.
+of a step has left its units, overlapped with the backward pass of earlier units. A hook on a unit's
+input detects this, because autograd computes the input gradient of a module last. This also holds
+for fused gradients and activation recompute.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from parallel3d.sharding.settings import Reduction, ShardingOptions
 from parallel3d.sharding.units import CommunicationUnit, Wrap, units_of
 from parallel3d.torch_private import is_in_backward, tree_map
 
-_UNDER_WAY = 2  # Buckets in flight. The limit bounds memory, because each may need a copy.
+_UNDER_WAY = 2  # Buckets reduced at a time. This limits memory, because each may need a copy.
 
 
 class ReplicatedData(ShardedData):
@@ -46,8 +46,8 @@ class ReplicatedData(ShardedData):
         self._options = options
         self._publishes_late = options.publish_in_forward and reduction.split
         self._last = True  # True if the current backward pass is the last of the step.
-        self._published = 0  # Buckets whose parameters are up to date.
-        # Waits for the rows of the next bucket.
+        self._published = 0  # Number of buckets whose parameters are up to date.
+        # Function that waits for the next bucket's rows. None: all have arrived.
         self._arriving: Callable[[], Tensor | None] | None = None
         self._is_reduced = False
         compute = reduction.dtypes.compute
@@ -128,12 +128,12 @@ class ReplicatedData(ShardedData):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Starts to give every rank the parameters that the optimizers of other ranks updated.
+        """Starts to all-gather the parameters that the optimizer updated on each rank.
 
-        With `publish_in_forward`, the first bucket is in flight afterwards. A unit's forward pass
-        waits for its bucket.
+        With `publish_in_forward`, the first bucket is then in flight, and a unit's forward pass
+        waits for its bucket. Otherwise this call waits for all.
         """
-        if self._arriving is not None:  # Values of an earlier call, which are outdated.
+        if self._arriving is not None:  # Discards outdated values of an earlier call.
             self._arriving()
         self._published = 0
         self._arriving = self._buckets[0].start_publish()
@@ -159,7 +159,7 @@ class ReplicatedData(ShardedData):
             bucket.finish_publish(rows)
 
     def _begin(self) -> None:
-        # Forward passes per bucket without a backward pass yet.
+        # Number of forward passes of each bucket that have had no backward pass yet.
         self._open = [0] * len(self._buckets)
         self._ready: set[int] = set()  # Buckets with complete gradients.
         self._next = len(self._buckets) - 1  # Next bucket to reduce.
@@ -174,7 +174,7 @@ class ReplicatedData(ShardedData):
     def _add_hooks(self, index: int, units: Sequence[CommunicationUnit]) -> None:
         """Adds hooks that wait for parameters before forward passes and track backward passes.
 
-        Parameters without a unit module are reduced at the end.
+        A bucket with parameters outside of all units is reduced at the end.
         """
         for module in chain.from_iterable(unit.modules or (self._model,) for unit in units):
             if self._publishes_late:
@@ -186,7 +186,7 @@ class ReplicatedData(ShardedData):
     def _watch(
         self, index: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Counts a unit's forward pass and hooks its first input with a gradient.
+        """Counts a unit's forward pass and hooks its first input that requires a gradient.
 
         The hook detects the end of the backward pass. Without such an input, the bucket is reduced
         after the full backward pass.

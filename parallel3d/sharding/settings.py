@@ -24,7 +24,7 @@ class Dtypes:
 
     Args:
         compute: Dtype of parameters and activations in the forward and backward pass.
-        master: Dtype of the parameters that the optimizer steps and a checkpoint stores, and of
+        master: Dtype of the parameters that the optimizer updates and a checkpoint stores, and of
             gradient accumulation.
         reduce: Dtype in which gradients are sent.
 
@@ -55,7 +55,9 @@ class Dtypes:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingOptions:
-    """When parameters and gradients are communicated, and in which pieces.
+    """Timing and granularity of communication.
+
+    `gather`, `reduce`, `prefetch` and `offload` apply only to strategies that shard parameters.
 
     Args:
         gather: "step" keeps all-gathered parameters for all microbatches of a step. "microbatch"
@@ -70,7 +72,7 @@ class ShardingOptions:
         publish_in_forward: If True, parameters updated under SHARD_OPTIMIZER arrive during the next
             forward pass. Call `finish_publish` before you read parameters elsewhere.
         offload: If True, parameters, gradients and optimizer states are on the CPU. A unit's
-            parameters are copied to the GPU when they are gathered.
+            parameters are copied to the GPU when they are all-gathered.
 
     Example:
         >>> options = parallel3d.ShardingOptions(gather="step", reduce="microbatch", prefetch=2)
@@ -107,10 +109,10 @@ class Reduction:
     def over(
         cls, mesh: DeviceMesh, strategy: ShardingName, dtypes: Dtypes, *, average: bool
     ) -> Reduction:
-        """Looks up the axes on a mesh. A missing axis has size 1.
+        """Returns the reduction for a mesh. A missing axis has size 1.
 
-        All ranks must call it, because it may create a group. Raises ValueError if both axes are
-        missing and another axis has an unknown name.
+        All ranks must call it, because it may create a process group. Raises ValueError if both
+        axes are missing and another axis has an unknown name.
         """
         axes = axes_of(mesh)
         if axes.keys().isdisjoint(DATA_ROLES) and not axes.keys() <= {*Role}:
@@ -125,7 +127,7 @@ class Reduction:
         return cls(mesh, replicate, shards, every, dtypes, split and shards.size > 1, average)
 
     def own(self, values: Tensor) -> Tensor:
-        """Returns the part of a full tensor that the optimizer steps on this rank."""
+        """Returns the part of a full tensor that the optimizer updates on this rank."""
         return own_rows(values, self.shard) if self.split else values
 
 

@@ -1,5 +1,4 @@
-"""Communication units: modules whose parameters are all-gathered, or whose gradients are reduced,
-together.
+"""Communication units: modules whose parameters or gradients are communicated together.
 
 A unit is usually a block. Parameters outside of all units form the first unit.
 """
@@ -26,8 +25,8 @@ Wrap = Sequence[str | tuple[str, ...]] | None
 class CommunicationUnit:
     """Modules whose parameters are communicated together.
 
-    It has one module, or several that share a parameter. The unit of all remaining parameters has
-    no modules.
+    It has one module, or several that share a parameter or a tuple of `wrap`. The unit of all
+    remaining parameters has no modules.
     """
 
     modules: tuple[nn.Module, ...]
@@ -40,9 +39,7 @@ class CommunicationUnit:
 
     @property
     def has_head(self) -> bool:
-        """True if the unit has a head, whose weight the loss may use after the unit's forward pass
-        (`head_cross_entropy`).
-        """
+        """True if the unit has a head, which `head_cross_entropy` reads after the forward pass."""
         return any(isinstance(part, VocabParallelHead) for part in self._parts())
 
     @property
@@ -58,8 +55,8 @@ class CommunicationUnit:
 def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
     """Returns the units in model order, after the unit of all remaining parameters.
 
-    A parameter shared by two units joins them. A parameter also used outside of all units joins its
-    unit with the first one.
+    A parameter shared by two units joins them. If it is also used outside of all units, its unit
+    joins that of the remaining parameters.
 
     Args:
         model: Model to divide.
@@ -80,7 +77,7 @@ def units_of(model: nn.Module, wrap: Wrap = None) -> list[CommunicationUnit]:
         for child in module.children():
             visit(child, unit)
 
-    visit(model, 0)  # Start with the unit of remaining parameters.
+    visit(model, 0)
     # Union-find parent: joined units map to the smallest index.
     joined = {index: index for index in (0, *number.values())}
     for users in holders.values():
