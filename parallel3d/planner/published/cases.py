@@ -1,8 +1,7 @@
-"""Published runs: the format of tools/cases (its README lists the fields), and each case as a
-`PlannedRun`.
+"""Reads published runs in the format of tools/cases (its README lists the fields).
 
 Missing fields are taken from the section `inferred`, then from defaults, and listed in `filled`. If
-a choice is given as free text, the first matching word of words.yaml decides.
+a choice is given as free text, the first word of words.yaml that occurs in it decides.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from parallel3d.schedules.registry import ScheduleName
 
 
 def _first_number(value: Any) -> Any:
-    """Returns the first number of a text such as "about 128000"."""
+    """Returns the first integer of a text such as "about 128,000", or the value itself."""
     found = re.search(r"\d+", value.replace(",", "")) if isinstance(value, str) else None
     return int(found[0]) if found else value
 
@@ -47,13 +46,13 @@ Figure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 _WORDS: dict[str, dict[str, str]] = yaml.safe_load(
     Path(__file__).with_name("words.yaml").read_text()
 )
-# Keys of other collections whose text may give the value of a field.
+# Keys of other collections, whose text determines a field if its own key is missing.
 _NOTES = {
     "flops": "tflops_definition",
     "memory_kind": "memory_note",
     "memory_rank": "memory_note",
 }
-# Names of frameworks that default to the stacks `softmax` (before Hopper) and `fused`.
+# Names of frameworks with the default stacks `softmax` (for GELU models before Hopper) and `fused`.
 _OLD_STACK = re.compile("megatron-(lm|deepspeed)$|nemo megatron|neox|zero-bubble|^deepspeed zero")
 _FUSED = re.compile("megatron|core|nemo|bridge|megascale|flagscale|primus|llm.c")
 _RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
@@ -65,7 +64,7 @@ _RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
 
 class _Model(BaseModel):
     name: str = "unnamed"
-    shape: str | None = None  # Name of a known model, whose sizes are the defaults.
+    shape: str | None = None  # known model; only `layers` and `seq_len` override it
     layers: Count | None = None
     hidden: Count | None = None
     heads: Count | None = None
@@ -80,7 +79,7 @@ class _Model(BaseModel):
 
 
 class _Hardware(BaseModel):
-    gpu: str = "a100-80gb"  # Name of a hardware file.
+    gpu: str = "a100-80gb"  # device name, matched with the names of hardware files
     gpus: Count
     gpus_per_node: Count | None = None
     network_gb_per_s: Figure | None = None
@@ -100,7 +99,7 @@ class _Parallel(BaseModel):
     fsdp: bool = False
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
     optimizer_shard: Annotated[int, Field(ge=0)] | None = None
-    sequence_parallel: bool | None = None  # None: True, unless the stack is `softmax`.
+    sequence_parallel: bool | None = None  # None: True if attention is flash
 
 
 class _Train(BaseModel):
@@ -109,7 +108,7 @@ class _Train(BaseModel):
     precision: Literal["fp8", "bf16", "bf16_pure", "fp16", "fp32"] = "bf16"
     activation_recompute: Literal["none", "selective", "op", "every_n", "full"] | None = None
     recompute_every: Count = 2
-    attention: Literal["flash", "softmax"] | None = None  # None: the default of the stack.
+    attention: Literal["flash", "softmax"] | None = None  # None: default of the stack
     dropout: bool | None = None
     gradient_bytes: Figure | None = None
     compile: bool = False
@@ -117,7 +116,7 @@ class _Train(BaseModel):
 
 
 class Measurement(BaseModel):
-    """The measured values as the source states them, or None."""
+    """The measured values as the source states them."""
 
     status: Literal["ok", "oom"] = "ok"
     step_time_s: Figure | None = None
@@ -131,8 +130,8 @@ class Measurement(BaseModel):
     memory_rank: Literal["worst", "first", "last"] = "worst"
 
     def speed(self, seq_len: int) -> tuple[str, float] | None:
-        """Returns name and value of the speed to compare, or None if it is unknown or the run ran
-        out of memory."""
+        """Returns the name and value of the speed to compare, or None if it is unknown or the run
+        ran out of memory."""
         if self.status != "ok":
             return None
         samples = self.samples_per_s_per_gpu or 0
@@ -148,7 +147,7 @@ class Measurement(BaseModel):
 
 @dataclass(frozen=True)
 class PublishedCase:
-    """A published run."""
+    """A published run and its measurements."""
 
     id: str
     source: str
@@ -157,13 +156,13 @@ class PublishedCase:
     measured: Measurement
     speed: tuple[str, float] | None  # Name and value of the speed to compare.
     tags: tuple[str, ...]
-    apart: str  # Reason why the case is excluded from the totals, or "".
-    filled: tuple[str, ...]
+    apart: str  # reason to exclude it from the totals, or ""
+    filled: tuple[str, ...]  # fields that the source omits, with the origin of their values
 
 
 @dataclass(frozen=True)
 class CaseFile:
-    """The cases of a file, and (id, reason) of each invalid one."""
+    """The valid cases of a file, and (id, reason) of each invalid one."""
 
     cases: tuple[PublishedCase, ...]
     skipped: tuple[tuple[str, str], ...]
@@ -175,11 +174,11 @@ def read_cases(path: Path, hardware: list[Path]) -> CaseFile:
     Invalid cases are skipped with a reason.
 
     Args:
-        path: File of cases.
+        path: File with the cases.
         hardware: Folders with hardware files.
 
     Raises:
-        ConfigError: The file is not a list of cases.
+        ConfigError: The file cannot be read, or is not a list of cases.
     """
     cases: list[PublishedCase] = []
     skipped: list[tuple[str, str]] = []
@@ -196,7 +195,7 @@ def read_cases(path: Path, hardware: list[Path]) -> CaseFile:
 
 
 def read_case(name: str, tree: Mapping[str, Any], hardware: list[Path]) -> PublishedCase:
-    """Returns a case. Raises ValueError if it is not valid."""
+    """Parses a case. Raises ValueError or ConfigError if it is not valid."""
     return _Case(name, tree, hardware).published()
 
 
@@ -236,7 +235,7 @@ class _Case:
         self.framework = self._framework()
 
     def _section(self, name: str, kind: type[_Kind]) -> _Kind:
-        """Reads a section. Raises ValueError with the first invalid key, its value and its rule."""
+        """Parses a section. Raises ValueError that names the first invalid key and its rule."""
         stated = self.tree.get(name) or {}
         inferred = self.tree.get("inferred") or {}
         if not isinstance(stated, Mapping) or not isinstance(inferred, Mapping):
@@ -296,7 +295,7 @@ class _Case:
         )
         if self.train.activation_recompute is not None:
             return run
-        # If the source does not say it, assume the least recompute that fits.
+        # If the source does not state the recompute, assume the least that fits, or full.
         for recompute, every in _RECOMPUTES:
             layout = replace(run.layout, recompute=recompute, recompute_every=every)
             tried = replace(run, layout=layout)
@@ -305,7 +304,7 @@ class _Case:
         return tried
 
     def _usual_stack(self) -> str:
-        """Returns the default stack for the name of the framework."""
+        """Returns the stack for a case that does not state it."""
         name = str(self.tree.get("framework")).lower()
         is_old = re.match("a100|a800|v100", self.cluster.device_file)
         if self.train.compile:
@@ -384,7 +383,7 @@ class _Case:
 
 
 def _first_word(key: str, value: Any) -> Any:
-    """Returns the choice that a text stands for, or the value itself."""
+    """Returns the choice that words.yaml gives for a text, or the value itself."""
     words = _WORDS.get(key, {})
     if not isinstance(value, str) or value in words.values():
         return value
@@ -392,8 +391,7 @@ def _first_word(key: str, value: Any) -> Any:
 
 
 def _cluster(stated: _Hardware, folders: list[Path]) -> Cluster:
-    """Returns the cluster of a device name. Raises ConfigError if there is no hardware file for
-    it."""
+    """Returns the cluster of a case. Raises ConfigError if no hardware file matches."""
     text = stated.gpu.lower().partition("(")[0].strip()
     name = re.sub(r"[ _-]*(nvidia|amd|sxm\d?|oam|hbm3)[ _-]*", "-", text)
     name = name.strip("-").replace(" ", "-")
@@ -411,7 +409,7 @@ def _cluster(stated: _Hardware, folders: list[Path]) -> Cluster:
 
 
 def _shape(stated: _Model) -> ModelShape:
-    """Returns the shape. Raises ValueError if a size is missing or not valid."""
+    """Returns the model's shape. Raises ValueError if a size is missing or not valid."""
     if stated.shape is not None:
         shape = named_shape(stated.shape, {})
         return replace(shape, layers=stated.layers or shape.layers)

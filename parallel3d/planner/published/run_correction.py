@@ -1,9 +1,9 @@
-"""Corrections of a cluster from runs on it: ratios of measured to predicted values.
+"""Scales that correct the predictions for a cluster, fitted to measured runs on it.
 
-One run scales all predictions equally, so the order of layouts does not change. Two or more
-separate device time, links within a node, and the network. The logarithms of the scales are fitted
-by weighted least squares with a prior around 1. The fit is iterated because overlap makes a step
-time nonlinear.
+One run scales all predictions equally, so the order of layouts does not change. Two or more give
+separate scales for devices, links within a node, and the network. Logarithms are fitted by weighted
+least squares with a prior scale of 1. The fit is iterated, because overlap makes step times
+nonlinear.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.step import step_cost
 
 Logs = Sequence[float]
-# Standard deviations of logarithms: priors for devices, links in a node and network, for all three
-# with one run, for memory, and the error of a run (docs/explanation/planner.md).
+# Standard deviations of logarithms (docs/explanation/planner.md): priors of the three scales
+# separately (devices, node, network) and of a common one, prior of memory, error of a run.
 _EACH = [0.15, 0.3, 0.5]
 _ALIKE, _MEMORY = [0.2], [0.15]
 _RUN = 0.1
-_ROUNDS = 4
-_STEP = 0.02  # Step of the numerical derivative.
+_ROUNDS = 4  # iterations of the fit
+_STEP = 0.02  # step of the numerical derivative
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """A measured run, with its plan on the cluster without corrections. Unknown values are None."""
+    """A measured run. The cluster of `run` has no corrections. Unknown measurements are None."""
 
     run: PlannedRun
     step_time_s: float | None = None
@@ -39,7 +39,7 @@ class MeasuredRun:
 
 
 def scales_of(runs: Sequence[MeasuredRun]) -> Scales:
-    """Returns the scales that fit the runs of one cluster."""
+    """Returns the scales that best fit measured runs on one cluster."""
     timed = [each for each in runs if each.step_time_s is not None]
     weighed = [each for each in runs if each.memory_bytes is not None]
     steps = [log(each.step_time_s or 1) for each in timed]
@@ -63,8 +63,7 @@ def _fit(
     measured: list[float],
     deviations: list[float],
 ) -> list[float]:
-    """Returns the logarithms of the scales with the best fit of `predict` to the logarithms
-    `measured`."""
+    """Fits `predict`, a function of log scales, to logarithms `measured`. Returns log scales."""
     import numpy as np
 
     count = len(deviations)

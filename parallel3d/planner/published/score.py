@@ -1,4 +1,4 @@
-"""Scores predictions for published runs."""
+"""Predicts published runs and computes the errors of the predictions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from parallel3d.planner.model.uncertainty import FIGURES, ErrorModel, Figure
 from parallel3d.planner.published.cases import CaseFile, PublishedCase
 from parallel3d.planner.time.step import step_cost
 
-_PRIOR_SOURCES = 10  # Weight of the prior, a quality of 1, as a number of sources.
+_PRIOR_SOURCES = 10  # weight of the prior (a quality of 1), as a number of sources
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted values of a case. TFLOP/s and MFU follow the case's FLOP definition, memory its
-    kind."""
+    """Predicted values of a case. TFLOP/s and MFU follow the FLOP definition of the measurement,
+    and memory its kind and rank."""
 
     parameters: int
     fits: bool
@@ -47,10 +47,10 @@ class ScoredCase:
     predicted: Prediction
     measured: Mapping[str, Any]  # Measured values, as the source states them.
     error_pct: float | None
-    errors_pct: dict[str, float]  # Errors in percent, keyed by "throughput" and "memory".
-    spread: ErrorModel | None  # Error model that gives the range of the prediction, or None.
-    apart: str  # Reason why the case is excluded from the totals, or "".
-    filled: tuple[str, ...]  # Fields that the source omits, with the origin of each value.
+    errors_pct: dict[str, float]  # keyed by "throughput" and "memory"
+    spread: ErrorModel | None  # error model of the prediction, for its range
+    apart: str  # reason to exclude it from the totals, or ""
+    filled: tuple[str, ...]  # fields that the source omits, with the origin of the value
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,14 @@ class Errors:
     cases: int
     median: float | None = None
     p90: float | None = None
-    # Median signed error. Positive if predictions are higher than measurements.
-    bias: float | None = None
-    # Percentage of runs within the range of their prediction.
+    bias: float | None = None  # positive if predictions are higher than measurements
+    # Percentage of measurements within the range of their prediction.
     covered: float | None = None
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Share of runs, in percent, for which "fits" or "out of memory" was predicted correctly."""
+    """Percentage of cases that were correctly predicted to fit or to run out of memory."""
 
     cases: int
     accuracy: float | None = None
@@ -77,12 +76,11 @@ class Fit:
 
 @dataclass(frozen=True)
 class Score:
-    """All cases and totals. `apart` has totals of FP8, MoE and context-parallel runs and of single
-    layers."""
+    """All cases, and totals. Totals of FP8, MoE, context-parallel and single-layer runs are in
+    `apart` only."""
 
     cases: tuple[ScoredCase, ...]
-    # (id, reason) of each case that could not be read or predicted.
-    skipped: tuple[tuple[str, str], ...]
+    skipped: tuple[tuple[str, str], ...]  # (id, reason) of cases that cannot be read or predicted
     median_abs_error_pct: float | None
     worst_abs_error_pct: float | None
     throughput: Errors
@@ -92,7 +90,7 @@ class Score:
     apart: dict[str, dict[str, Errors]]
 
     def to_json(self) -> Any:
-        """Returns plain data with rounded floats, and with the range of each prediction."""
+        """Returns a JSON tree with rounded floats and the ranges of each prediction."""
         tree = asdict(self)
         for case, row in zip(self.cases, tree["cases"], strict=True):
             row["ranges"] = None
@@ -159,7 +157,7 @@ def score(
 
 
 def left_out(file: CaseFile, plain: Score) -> CaseFile:
-    """Returns the cases with stack qualities fitted on all other sources.
+    """Returns the cases, each with a stack quality fitted on all sources except its own.
 
     `plain` is the score of the unchanged cases.
     """
@@ -178,10 +176,10 @@ def left_out(file: CaseFile, plain: Score) -> CaseFile:
 
 
 def stack_quality(errors_by_source: Sequence[Sequence[float]]) -> float:
-    """Returns the ratio of measured to predicted step time of a stack.
+    """Estimates the ratio of measured to predicted step time of a stack from log errors.
 
-    It is the median over sources of their median log error, shrunk towards 1 as if ten more sources
-    had no error.
+    It is the median over sources of their median errors, shrunk towards 1 with the weight of ten
+    sources.
     """
     count = len(errors_by_source)
     if not count:
@@ -190,7 +188,7 @@ def stack_quality(errors_by_source: Sequence[Sequence[float]]) -> float:
 
 
 def _fit(counted: Sequence[ScoredCase]) -> Fit:
-    """Returns the accuracy of fit predictions, overall and balanced over both outcomes."""
+    """Returns the accuracy of `Prediction.fits`, overall and balanced over both outcomes."""
     by_status: dict[str, list[bool]] = defaultdict(list)
     for one in counted:
         status = one.measured["status"]
@@ -258,7 +256,7 @@ def prediction(
     memory_gib: float,
     step_time_s: float,
 ) -> Prediction:
-    """Completes a prediction from the step time, by the case's FLOP definition."""
+    """Completes a prediction with speeds that follow from the step time."""
     run = case.run
     tokens_per_s_per_gpu = run.tokens_per_step / (step_time_s * run.layout.world_size)
     flops = tokens_per_s_per_gpu * reported_flops_per_token(

@@ -1,5 +1,5 @@
 """A plan as a JSON object. docs/reference/cli.md lists its keys. Floats have five significant
-digits, memory is in GiB."""
+digits."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def _neighbour(plan: Plan, key: str) -> dict[str, Any] | None:
 
 
 def _why(plan: Plan) -> dict[str, Any] | None:
-    """Returns the layout of --why with its strategy, the reason why it does not fit, or the rule it
-    breaks."""
+    """Returns the layout of --why with its strategy, the reason why it does not fit, or the rule
+    that it breaks."""
     if plan.why is None:
         return None
     asked, other = plan.why
@@ -102,12 +102,12 @@ def _why(plan: Plan) -> dict[str, Any] | None:
 
 
 def parallel_tree(parallel: ParallelConfig) -> dict[str, Any]:
-    """Returns a recipe's `parallel` section with the sharding strategy spelled out."""
+    """Returns the recipe's `parallel` section for a layout, with an explicit sharding strategy."""
     return asdict(replace(parallel, sharding=parallel.strategy))
 
 
 def memory_tree(memory: RankMemory) -> dict[str, float]:
-    """Returns GiB by kind, and their total."""
+    """Returns the memory in GiB, in total and by kind."""
     return {kind: getattr(memory, kind) / GIB for kind in ("total", *MEMORY_KINDS)}
 
 
@@ -134,7 +134,7 @@ def hardware_tree(cluster: Cluster) -> dict[str, Any]:
 
 
 def scales_tree(scales: Scales) -> dict[str, Any] | None:
-    """Returns the corrections by measured runs, or None. `timed` and `weighed` name the
+    """Returns the corrections from measured runs, or None. `timed` and `weighed` list the runs'
     frameworks."""
     return asdict(scales) if scales.timed or scales.weighed else None
 
@@ -149,7 +149,7 @@ def rejected_tree(rejected: Rejected, request: PlanRequest) -> dict[str, Any]:
 
 
 def request_tree(request: PlanRequest) -> dict[str, Any]:
-    """Returns the request with defaults filled in."""
+    """Returns a request as a JSON tree, including defaults."""
     return {
         **{key: getattr(request, key) for key in _ASKED},
         "model": model_tree(request.shape),
@@ -161,9 +161,8 @@ def request_tree(request: PlanRequest) -> dict[str, Any]:
 
 
 def strategy_tree(found: Strategy, tokens: float | None = None) -> dict[str, Any]:
-    """Returns a strategy as a JSON tree. `ranges` has the ranges of memory and speed, and that of
-    the run length if `tokens` is given.
-    """
+    """Returns a strategy as a JSON tree. `ranges` has error ranges of memory, speed and, if
+    `tokens` is given, run length."""
     request = found.request
     memory = found.memory
     cost = found.cost

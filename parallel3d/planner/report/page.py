@@ -28,31 +28,31 @@ from parallel3d.planner.time.step import TimeParts
 WIDTH = 80
 MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name not in ("rank", "moment"))
 TIME_KINDS = tuple(f.name for f in fields(TimeParts))
-_BAR = 8  # Width of a memory bar in characters.
+_BAR = 8  # width of a memory bar in characters
 _MOST_LINES = 22
 _MOST_REJECTED = 3
-_MOST_SHOWN = 4  # Maximum number of layouts to show: the winner and three others.
+_MOST_SHOWN = 4  # default rows of the table
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
-    """A request, its result, and further answers. Its repr is the report."""
+    """A request, its result, and further data for the report, which is its repr."""
 
     request: PlanRequest
     result: PlanResult
     objective: Objective
     seconds: float
-    top: int | None  # Number of rows in the table. None: the default.
+    top: int | None  # maximum rows of the table, or None for the default
     tokens: float | None
-    # The layout of --why, and its result or the rule it breaks.
+    # The layout of --why, and its result or the rule that it breaks.
     why: tuple[str, PlanResult | str] | None
     remedies: tuple[str, ...]
-    # Alternatives that gain more than 5%, keyed by the field of the request that they change.
+    # Alternatives that gain at least 5%, keyed by the request's field that they change.
     neighbours: Mapping[str, Neighbour | None]
-    accuracy: dict[str, Any]  # Content of accuracy.json. Errors are in percent.
-    notes: tuple[str, ...]  # Notes on the model file.
-    commands: tuple[str, ...] = ()  # Commands to run next.
-    # Layouts of --verify, with bytes per device in the dry run.
+    accuracy: dict[str, Any]  # content of accuracy.json, errors in percent
+    notes: tuple[str, ...]  # notes on the model file
+    commands: tuple[str, ...] = ()  # commands to run next
+    # Layouts of --verify, with their bytes per device in the dry run.
     verified: tuple[tuple[Strategy, float], ...] = ()
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class Plan:
 
     @property
     def least_days(self) -> float | None:
-        """Lower bound on the days to train on the tokens, if only matmuls took time."""
+        """Lower bound on the days to train on `tokens`, from the time of matmuls only."""
         if self.tokens is None:
             return None
         q = self.request
@@ -75,8 +75,8 @@ class Plan:
 
 
 def page(plan: Plan) -> str:
-    """Returns the report, ending with a newline. Notes that do not fit appear with --explain
-    only."""
+    """Returns the report, ending with a newline. If it exceeds 22 lines, the last ones before the
+    commands are omitted."""
     best = plan.best
     q = plan.request
     lines = [*header(q), ""]
@@ -102,13 +102,13 @@ def page(plan: Plan) -> str:
 
 
 def labelled(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """Yields the lines of (label, text) rows, wrapped to the width of the page."""
+    """Yields the lines of (label, text) rows, wrapped to `WIDTH`."""
     for label, text in rows:
         yield from wrapped(label, text)
 
 
 def header(q: PlanRequest, *, has_size: bool = True) -> Iterator[str]:
-    """Yields model, batch and hardware lines, without the number of devices if not `has_size`."""
+    """Yields model and hardware lines. `has_size` includes the number of devices."""
     shape = q.shape
     cluster = q.cluster
     active = f", {si(active_parameters(shape))} active" if shape.experts else ""
@@ -126,7 +126,7 @@ def header(q: PlanRequest, *, has_size: bool = True) -> Iterator[str]:
 
 
 def _summary(plan: Plan, best: Strategy) -> Iterator[tuple[str, str]]:
-    """Yields the rows about the winner."""
+    """Yields the rows about the best layout."""
     memory = best.memory
     cost = best.cost
     parts = cost.parts
@@ -161,8 +161,7 @@ def _summary(plan: Plan, best: Strategy) -> Iterator[tuple[str, str]]:
 
 
 def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yields the rows for --verify and --why, and the comparison of the winner with
-    alternatives."""
+    """Yields the rows for --verify and --why, and for alternatives to the best layout."""
     best = plan.best
     for each, bytes_ in plan.verified:
         fits = "fits" if bytes_ <= plan.request.usable_bytes else "does not fit"
@@ -198,7 +197,7 @@ def _sizes(parallel: ParallelConfig) -> str:
 
 
 def _remedies(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yields remedies if no layout fits, and a lower bound on the training time."""
+    """Yields the rows if no layout fits: nearest layouts, remedies, least training time."""
     request = plan.request
     usable = request.usable_bytes
     more = plan.result.rejected[0].short_bytes / usable
@@ -242,7 +241,7 @@ def _between(found: Strategy, figure: Figure, value: float, unit: str) -> str:
 
 
 def reasons(best: Strategy) -> Iterator[str]:
-    """Yields the reasons why the layout has no tp or pp, and why it recomputes."""
+    """Yields reasons why the best layout does without tp and pp, and why it needs recompute."""
     parallel = best.parallel
     if parallel.tp == parallel.pp == 1:
         yield f"the model fits at {gib(best.memory.total)} GiB per device without tp or pp"
@@ -253,7 +252,7 @@ def reasons(best: Strategy) -> Iterator[str]:
 
 
 def _table(plan: Plan) -> Iterator[str]:
-    """Yields the table of the best layouts with the winner marked."""
+    """Yields the table of the best layouts, with the winner marked."""
     found = plan.result.strategies[: plan.top or _MOST_SHOWN]
     head, *rows = layout_columns([each.parallel for each in found])
     last = "step s" if plan.tokens is None else "days"
@@ -298,10 +297,10 @@ def layout_text(parallel: ParallelConfig) -> str:
 
 
 def layout_columns(layouts: Sequence[ParallelConfig]) -> Iterator[str]:
-    """Yields the header of a table of layouts, then the columns of each.
+    """Yields the header of a table of layouts, then the row of each.
 
-    The columns are tp, pp, virtual stages, used axes of other frameworks, data-parallel ranks
-    (sharded x replicated), microbatch size and recompute.
+    `vs` is the number of virtual stages, `dp s x r` that of data-parallel ranks (sharded x
+    replicated), `mb` the microbatch size.
     """
     axes = []
     for axis in ("cp", "ep"):
@@ -331,20 +330,20 @@ def time_text(parts: TimeParts) -> str:
 def largest_first(
     figures: RankMemory | TimeParts, kinds: Sequence[str], least: float
 ) -> list[tuple[float, str]]:
-    """Returns (share, kind) of a total for shares of at least `least`, largest first."""
+    """Returns (share of the total, kind), largest first, without shares below `least`."""
     shares = [(getattr(figures, kind) / figures.total, kind) for kind in kinds]
     return sorted([each for each in shares if each[0] >= least], reverse=True)
 
 
 def gib(bytes_: float) -> str:
-    """Formats GiB: 74.7, and two digits below one."""
+    """Formats bytes in GiB: one decimal, or two significant digits below 1 GiB."""
     if bytes_ >= GIB:
         return f"{bytes_ / GIB:.1f}"
     return f"{bytes_ / GIB:.2g}"
 
 
 def si(number: float) -> str:
-    """Formats three digits and a suffix: 8.03B."""
+    """Formats a number with three significant digits and a suffix, such as 8.03B."""
     for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= limit * 0.9995:
             scaled = float(f"{number / limit:.3g}")
@@ -353,7 +352,7 @@ def si(number: float) -> str:
 
 
 def scales_text(scales: Scales) -> str:
-    """Describes the corrections by measured runs, or returns ""."""
+    """Describes the corrections from measured runs, or returns "" if there are none."""
     said = []
     if scales.timed:
         slower = (
@@ -373,8 +372,8 @@ def money(dollars: float | None) -> str:
 
 
 def wrapped(name: str, text: str, end: str = "") -> list[str]:
-    """Wraps text with a label in the margin. Continued lines end with `end`, a backslash in a
-    command."""
+    """Wraps text with a label in the margin. All lines except the last end with `end`, such as a
+    backslash."""
     lines = textwrap.wrap(
         text,
         WIDTH - len(end),

@@ -1,8 +1,7 @@
 """Finds the best layouts for a model on a cluster: the fastest, or those with the lowest memory.
 
-The search is exhaustive over the space defined in `space`. It searches each tp x pp in the order of
-predicted step time (`tp_pp_search`). Step times come from a closed form first. Then the schedules
-of the best candidates are simulated.
+The search is exhaustive over the layouts of `space`. Each tp x pp is searched in the order of
+closed-form step time (`tp_pp_search`). Then the schedules of the best candidates are simulated.
 """
 
 from __future__ import annotations
@@ -38,17 +37,16 @@ def search(
 ) -> PlanResult:
     """Searches for the best layouts, one for each tp x pp.
 
-    Layouts with the same tp and pp split the model in the same way, so only the best of them is
-    returned. If all have the same tp and pp, the best for each combination of dp_shard, microbatch
-    size and recompute is returned.
+    If all candidates have the same tp and pp, "throughput" returns the best for each dp_shard,
+    microbatch size and recompute.
 
     Args:
         request: Model, cluster and constraints.
         top: Maximum number of layouts.
-        objective: "throughput" or "memory".
+        objective: "throughput" for the fastest layouts, "memory" for those with the lowest memory.
 
     Raises:
-        ConfigError: The request allows no layout, whatever the memory.
+        ConfigError: No layout satisfies the request, regardless of memory.
     """
     check_fixed(request)
     searches = _searches(request)
@@ -74,10 +72,9 @@ def search(
 
 
 def fastest_by_closed_form(request: PlanRequest, *, within_s: float) -> Candidate | None:
-    """Returns the fastest layout that fits, with step times from the closed form, or None if every
-    layout takes longer than `within_s`.
+    """Returns the layout that fits with the lowest closed-form step time, at most `within_s`.
 
-    It is much faster than `search`.
+    Returns None if there is no such layout. Much faster than `search`.
     """
     found: Candidate | None = None
     for each in sorted(_searches(request), key=attrgetter("least_s")):
@@ -88,7 +85,7 @@ def fastest_by_closed_form(request: PlanRequest, *, within_s: float) -> Candidat
 
 
 def one_that_fits(request: PlanRequest) -> Strategy | None:
-    """Returns some layout that fits, or None. It is much faster than `search`."""
+    """Returns some layout that fits, or None. Much faster than `search`."""
     for each in _searches(request):
         found = each.lowest_memory(within=request.usable_bytes, is_any=True)
         if found:
@@ -105,8 +102,7 @@ def best_or_rule(request: PlanRequest) -> PlanResult | str:
 
 
 def sweep(request: PlanRequest, sizes: Iterable[int]) -> dict[int, Strategy | str]:
-    """Returns the best layout for each number of devices, in ascending order, or the reason why
-    there is none.
+    """Returns the best layout, or the reason why there is none, for each number of devices.
 
     Raises ConfigError if no layout satisfies the request at any size, regardless of memory.
     """
@@ -146,10 +142,10 @@ def _no_layout(request: PlanRequest) -> str:
 def _best_by_closed_form(
     request: PlanRequest, searches: list[TpPpSearch], top: int
 ) -> tuple[list[Candidate], list[TpPpSearch]]:
-    """Returns the candidates for simulation, and the searches of each tp x pp that does not fit.
+    """Returns candidates for the simulation, and the searches that found no layout that fits.
 
-    A tp x pp that is among the `top` fastest, or tied with the fastest, contributes its fastest and
-    its preferred layout.
+    Each tp x pp that may be among the `top` fastest, or tied with the fastest, adds its fastest and
+    its preferred layout. If there is only one, it also adds its ties and `top` more.
     """
     best: list[Candidate] = []
     without = []
@@ -178,8 +174,8 @@ def _best_by_closed_form(
 def _simulate(request: PlanRequest, candidates: list[Candidate]) -> list[Strategy]:
     """Simulates the schedules of candidates and returns the best of each tp x pp, best first.
 
-    If all have the same tp and pp, it returns the best for each combination of dp_shard, microbatch
-    size and recompute.
+    If all have the same tp and pp, returns the best for each dp_shard, microbatch size and
+    recompute.
     """
     exact: dict[Candidate, Strategy] = {}
     for each in candidates:

@@ -19,8 +19,8 @@ class Goodput(NamedTuple):
 
 
 class Failures(NamedTuple):
-    """Failure rate of a device, and durations of checkpoints and restarts. An interval of None is
-    optimized."""
+    """Mean time between failures of a device, durations of a checkpoint and of a restart, and the
+    checkpoint interval (None: the optimum)."""
 
     # Mean time between failures of one device. The default is that of H100s (Llama 3, arXiv
     # 2407.21783, section 3.3.4).
@@ -30,10 +30,8 @@ class Failures(NamedTuple):
     interval_s: float | None = None
 
     def goodput(self, gpus: int) -> Goodput:
-        """Returns the goodput of a job by Daly's expected run time.
-
-        The best interval is Daly's higher-order estimate.
-        """
+        """Returns the goodput of a job by Daly's expected run time and his higher-order estimate of
+        the optimal interval."""
         mtbf_s = self.mtbf_hours * 3600 / gpus
         root = min(1.0, sqrt(self.checkpoint_s / mtbf_s / 2))
         best_s = 2 * mtbf_s * root * (1 - 2 * root / 3 + root**2 / 9)

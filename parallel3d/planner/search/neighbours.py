@@ -1,7 +1,7 @@
 """Better numbers of devices or global batch sizes close to those of the request.
 
-For example, with a batch of 512 sequences 124 devices need 31 pipeline stages, but 128 devices need
-none.
+For example, with a batch of 512 sequences, 124 devices need 31 pipeline stages, but 128 devices
+do not need a pipeline.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from parallel3d.planner.search.fastest import fastest_by_closed_form
 from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.search.ties import TIE
 
-_MOST = 2  # Maximum number of alternative cluster sizes, and of batch sizes.
+_MOST = 2  # maximum number of alternatives to try for each field
 
 
 @dataclass(frozen=True, kw_only=True)
 class Neighbour:
-    """The fastest layout of another request.
+    """The fastest layout, by the closed form, for a different number of devices or batch size.
 
-    `gain` is its relative gain in tokens/s per device by the closed form.
+    `gain` is its relative gain in tokens/s per device.
     """
 
     strategy: Strategy
@@ -28,13 +28,13 @@ class Neighbour:
 
 
 def find_neighbours(request: PlanRequest, step_s: float) -> dict[str, Neighbour | None]:
-    """Finds round numbers of `gpus` and `global_batch_size` that gain more than 5%.
+    """Finds the nearest round `gpus` and `global_batch_size` with a gain of at least 5%, or None.
 
-    `step_s` is the step time of the request's fastest layout by the closed form.
+    `step_s` is the closed-form step time of the request's fastest layout.
     """
     node = request.cluster.gpus_per_node
-    sequence_s = step_s * request.gpus / request.global_batch_size  # Device-seconds per sequence.
-    # The unit is a power of two: a rack of 72 is used in groups of 8.
+    sequence_s = step_s * request.gpus / request.global_batch_size  # device-seconds per sequence
+    # The unit is the largest power of two that divides a node: 8 for a rack of 72.
     sizes = _near_numbers(request.gpus, node & -node)
     batches = _near_numbers(request.global_batch_size, request.gpus)
     on_others = [replace(request, gpus=each) for each in sizes]
@@ -46,9 +46,9 @@ def find_neighbours(request: PlanRequest, step_s: float) -> dict[str, Neighbour 
 
 
 def _near_numbers(number: int, unit: int) -> list[int]:
-    """Returns the roundest other numbers within a third, nearest first.
+    """Returns the two roundest other numbers within a third of `number`, nearest first.
 
-    Round numbers are multiples of the unit or of a large power of 2.
+    Multiples of `unit` are roundest, then multiples of large powers of 2.
     """
     found = set()
     for step in (unit, *(2**power for power in range(number.bit_length()))):
@@ -60,7 +60,7 @@ def _near_numbers(number: int, unit: int) -> list[int]:
 
 
 def _first_gain(requests: list[PlanRequest], sequence_s: float) -> Neighbour | None:
-    """Returns the first request whose fastest layout gains more than 5%, or None."""
+    """Returns the fastest layout of the first request that gains at least 5%, or None."""
     for other in requests:
         as_slow_s = sequence_s * other.global_batch_size / other.gpus
         best = fastest_by_closed_form(other, within_s=as_slow_s / (1 + TIE))

@@ -25,19 +25,19 @@ from parallel3d.schedules.registry import ScheduleName
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """Options fixed by the user. None leaves the search free."""
+    """Options fixed by the user. The search chooses those that are None."""
 
     pp: int | None = None
     dp_replicate: int | None = None
     dp_shard: int | None = None
     tp: int | None = None
-    cp: int | None = None  # `cp` and `ep` apply to some frameworks only.
+    cp: int | None = None  # `cp` and `ep` need a framework with these axes
     ep: int | None = None
     virtual_stages: int | None = None
     schedule: ScheduleName | None = None
     microbatch_size: int | None = None
     recompute: Recompute | None = None
-    recompute_every: int | None = None  # With every_n, one block in this many is recomputed.
+    recompute_every: int | None = None  # for every_n: one of N blocks is recomputed
     sequence_parallel: bool | None = None
     sharding: ShardingName | None = None
     gather: Cadence | None = None
@@ -47,7 +47,7 @@ class Fixed:
     max_pp: int | None = None
 
     def allows(self, **choice: object) -> bool:
-        """Returns True if a layout may have these values."""
+        """Returns True if the fixed options allow these values."""
         return all(getattr(self, key) in (None, value) for key, value in choice.items())
 
 
@@ -55,9 +55,9 @@ class Fixed:
 class PlanRequest:
     """Model, training options and devices to plan for.
 
-    `memory_fraction` is the largest fraction of device memory that a layout may be predicted to
-    use. If the user gives a `risk` of running out of memory, the fraction follows from it.
-    `recorded` has the errors on published runs (accuracy.json), which decide ties.
+    `memory_fraction` limits the predicted fraction of device memory. If `risk` is set, it was
+    derived from that risk of running out of memory. `recorded` has the errors on published runs
+    (accuracy.json), which determine error ranges.
     """
 
     shape: ModelShape
@@ -68,7 +68,7 @@ class PlanRequest:
     precision: str = "bf16"
     framework: FrameworkProfile = PARALLEL3D
     fixed: Fixed = Fixed()
-    # Options that affect the memory of parallel3d.
+    # Optimizer options that affect memory and time
     training: OptimizerMemory = OptimizerMemory()
     memory_fraction: float = 0.95
     risk: float | None = None
@@ -81,10 +81,10 @@ class PlanRequest:
         return self.cluster.device.memory_bytes * self.memory_fraction
 
     def planned_shape(self, tp: int) -> ModelShape:
-        """Returns the shape with the framework's vocabulary padding.
+        """Returns the shape with the vocabulary padded as the framework does.
 
-        parallel3d needs none. Other frameworks pad to a multiple of tp and 128 if tp does not
-        divide the vocabulary.
+        Frameworks other than parallel3d pad it to a multiple of tp and 128 if tp does not divide
+        it.
         """
         if self.framework.is_parallel3d or self.shape.vocab % tp == 0:
             return self.shape
@@ -92,7 +92,6 @@ class PlanRequest:
         return replace(self.shape, vocab=-(-self.shape.vocab // step) * step)
 
     def planned_run(self, parallel: ParallelConfig) -> PlannedRun:
-        """Returns the run of a layout."""
         return PlannedRun(
             shape=self.planned_shape(parallel.tp),
             cluster=self.cluster,
@@ -141,11 +140,11 @@ class Strategy:
 
     @cached_property
     def errors(self) -> ErrorModel:
-        """Error model of the figures. It needs `recorded` in the request."""
+        """Error model of the predicted memory and speed, from `recorded` of the request."""
         return error_model_of(self.run, self.request.recorded)
 
     def length(self, tokens: float) -> RunLength:
-        """Returns the duration of training on `tokens` tokens, including failures."""
+        """Returns the duration of training on `tokens` tokens, with failures if they are given."""
         gpus = self.parallel.world_size
         hourly = self.request.cluster.device.price_per_hour
         hours = tokens / (self.cost.tokens_per_s_per_gpu * gpus) / 3600
@@ -157,20 +156,20 @@ class Strategy:
 
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
-    """A tp x pp that does not fit, with its layout of lowest memory."""
+    """A tp x pp that does not fit, with its layout that needs the least memory."""
 
     parallel: ParallelConfig
     reason: str
-    short_bytes: float
+    short_bytes: float  # missing memory on the worst rank
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanResult:
     """Result of a search.
 
-    `strategies` are best first, `rejected` has the tp x pp that do not fit, nearest to fitting
-    first. `checked` counts the layouts with computed memory. All others are slower, or their lower
-    bound of memory is too high. `least_s` is the closed-form step time of the fastest layout.
+    `strategies` are best first. `rejected` has tp x pp that do not fit, nearest to fitting first.
+    `checked` counts the layouts whose memory was computed. `least_s` is the smallest closed-form
+    step time of the layouts that fit, or infinite.
     """
 
     strategies: tuple[Strategy, ...]

@@ -1,7 +1,7 @@
-"""Limits of a model, cluster, sequence or batch: the smallest or largest that still fits.
+"""The smallest cluster, longest sequence, largest batch or largest model that fits.
 
-`one_that_fits` is much faster than a search for the best layout, so each limit tries a few dozen
-requests. The layout of the result fits but is not the fastest.
+Sequence lengths and numbers of nodes are tried in steps of at most 1/16. The resulting layout fits
+but need not be the fastest.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _LONGEST = 2**24  # Longest sequence that is tried, in tokens.
 
 
 def smallest_cluster(request: PlanRequest) -> Strategy | None:
-    """Finds the fewest devices that hold the model: parts of a node, then full nodes.
+    """Finds the smallest number of devices that fits: a divisor of a node's devices, or full nodes.
 
-    Returns None if no number fits, because the memory of one sequence cannot be divided further.
+    Returns None if 65,536 nodes do not suffice, for example because one sequence is too long.
     """
     node = request.cluster.gpus_per_node
     sizes = divisors(node)
@@ -34,7 +34,7 @@ def smallest_cluster(request: PlanRequest) -> Strategy | None:
 
 
 def longest_sequence(request: PlanRequest) -> Strategy | None:
-    """Finds the longest sequence that fits. A learned position table limits it."""
+    """Finds the longest sequence that fits, at most a learned position table or 2**24 tokens."""
     sizes = _sizes(128, _most_tokens(request.shape))
     requests = [replace(request, seq_len=size) for size in sizes]
     fitting = bisect_right(requests, False, key=lambda each: one_that_fits(each) is None)
@@ -42,9 +42,9 @@ def longest_sequence(request: PlanRequest) -> Strategy | None:
 
 
 def largest_batch(request: PlanRequest) -> Strategy | None:
-    """Finds the largest global batch that fits in a single microbatch.
+    """Finds the largest global batch that fits with one microbatch per step.
 
-    Larger batches fit, too, because memory does not grow with the number of microbatches.
+    Larger batches fit with more microbatches, which do not need more memory.
     """
     fixed = request.fixed
     replicas = fixed.dp_replicate or 1
@@ -67,7 +67,7 @@ def largest_model(request: PlanRequest, shapes: Iterable[ModelShape]) -> Strateg
 
 
 def remedies(request: PlanRequest) -> Iterator[str]:
-    """Yields changes that make a layout fit. Each one has been checked."""
+    """Yields single changes of the request, each checked to make some layout fit."""
     cluster = smallest_cluster(request)
     if cluster is not None:
         yield f"{cluster.request.gpus} devices instead of {request.gpus}"
@@ -79,7 +79,7 @@ def remedies(request: PlanRequest) -> Iterator[str]:
 
 
 def _sizes(least: int, most: int) -> list[int]:
-    """Returns integers in steps of 1/16 of a power of 2 times `least`."""
+    """Returns integers from `least` to `most` that grow by 1, or by at most 1/16."""
     sizes: list[int] = []
     power = least
     while power <= most:
@@ -95,5 +95,5 @@ def _most_tokens(shape: ModelShape) -> int:
 
 
 def _first_that_fits(requests: Iterable[PlanRequest]) -> Strategy | None:
-    """Returns a layout for the first request that fits."""
+    """Returns a layout that fits for the first request that has one, or None."""
     return next(filter(None, map(one_that_fits, requests)), None)

@@ -1,9 +1,9 @@
-"""The search space: every layout allowed by the rules of `config.rules`, the fixed options and the
-number of devices.
+"""The search space: the layouts allowed by a recipe's rules, the fixed options and the number of
+devices.
 
-Layouts are omitted only if another one is never slower and never needs more memory. Sequence
-parallelism is on whenever tp > 1 allows it, and 1F1B replaces GPipe. A *family* is a set of layouts
-that differ only in recompute and data parallelism. They share one pipeline and its activations.
+Within the limits below, a layout is omitted only if another one is never slower and never needs
+more memory. Sequence parallelism is on if tp > 1 divides the sequence, unless fixed off. A *family*
+is a set of layouts that differ only in recompute and data parallelism.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ from parallel3d.planner.search.request import PlanRequest
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.shard_sizes import divisors
 
-MOST_MICROBATCH = 64  # Largest microbatch to try, in sequences.
-# Maximum number of virtual stages to try, unless they are fixed. No published run has more.
+MOST_MICROBATCH = 64  # largest microbatch to try, in sequences
+# Maximum number of virtual stages per rank unless fixed. No published run has more.
 _MOST_VIRTUAL = 12
-_SHORTEST_PART = 4096  # Minimum number of tokens per cp rank, unless cp is fixed.
-# Values of `recompute_every` to try, from the fastest to the one with the lowest memory.
-_EVERY = (8, 4, 3, 2)
+_SHORTEST_PART = 4096  # minimum tokens of a sequence per cp rank, unless cp is fixed
+_EVERY = (8, 4, 3, 2)  # values of recompute_every, from the fastest to the lowest memory
 
 
 class RecomputeChoice(NamedTuple):
-    """Values of the recipe keys `recompute` and `recompute_every`."""
+    """Values of the two recipe keys for recompute."""
 
     recompute: Recompute
     recompute_every: int | None = None
@@ -50,8 +49,7 @@ class RecomputeChoice(NamedTuple):
 
 
 def layout_errors(request: PlanRequest, parallel: ParallelConfig) -> Iterator[str]:
-    """Yields an error for each rule that a layout breaks. If any ranges are violated, yields only
-    those."""
+    """Yields an error for each value out of range, or if there is none, for each broken rule."""
     yield from range_errors(_recipe(request, parallel)) or _rule_errors(request, parallel)
 
 
@@ -85,7 +83,7 @@ def _rule_errors(request: PlanRequest, parallel: ParallelConfig) -> Iterator[str
 
 
 def families(request: PlanRequest) -> dict[tuple[int, int], list[ParallelConfig]]:
-    """Returns the valid families of each tp x pp, one layout each."""
+    """Returns the valid families, keyed by (tp, pp). One layout represents each family."""
     found: dict[tuple[int, int], list[ParallelConfig]] = defaultdict(list)
     for plain in _plain_layouts(request):
         for family in _families_of(request, plain):
@@ -94,7 +92,7 @@ def families(request: PlanRequest) -> dict[tuple[int, int], list[ParallelConfig]
 
 
 def _plain_layouts(request: PlanRequest) -> Iterator[ParallelConfig]:
-    """Yields a layout for each valid tp, pp, cp and ep."""
+    """Yields a layout for each valid combination of tp, pp, cp and ep."""
     fixed = request.fixed
     kind = FrameworkLayout if request.framework.axes else ParallelConfig
     for tp, pp in product(divisors(request.gpus), repeat=2):
@@ -117,9 +115,9 @@ def _plain_layouts(request: PlanRequest) -> Iterator[ParallelConfig]:
 
 
 def _other_axes(request: PlanRequest, left: int, of_stage: int) -> Iterator[dict[str, Any]]:
-    """Yields each cp and ep of a framework that supports them, else an empty dict.
+    """Yields each allowed cp and ep, or one empty dict if the framework lacks these axes.
 
-    cp divides the ranks left by tp and pp. ep divides all ranks of a stage.
+    cp divides the `left` ranks (devices / (tp x pp)), ep the `of_stage` ranks of a stage.
     """
     eps = [1]
     if not request.framework.axes:
@@ -148,8 +146,11 @@ def _families_of(request: PlanRequest, plain: ParallelConfig) -> Iterator[Parall
 
 
 def _stage_counts(request: PlanRequest, name: ScheduleName, pp: int) -> Sequence[int]:
-    """Returns the numbers of virtual stages to try: those that divide the layers evenly, or else up
-    to 8."""
+    """Returns the numbers of virtual stages per rank to try.
+
+    If the schedule has virtual stages, these are the numbers from 2 that divide the layers evenly,
+    or if none does, those up to 8, but nothing if pp is 1.
+    """
     layers = request.shape.layers
     stages = SCHEDULES[name].stages
     if stages.usual == 1:
@@ -181,10 +182,10 @@ def recompute_choices(request: PlanRequest, pp: int) -> list[RecomputeChoice]:
 def more_recompute(
     choices: list[RecomputeChoice], choice: RecomputeChoice
 ) -> list[RecomputeChoice]:
-    """Returns the next kinds to try if a choice does not fit. All of them are slower.
+    """Returns the next choices to try if `choice` does not fit. All of them are slower.
 
-    After none these are selective and the next one. After selective there is nothing, because that
-    next one is tried anyway.
+    After "none", these are the next two, such as selective and every_n. After selective, there are
+    none, because the search already tries the one after it.
     """
     if choice.recompute == "selective":
         return []
@@ -196,8 +197,8 @@ def more_recompute(
 def data_axis_splits(request: PlanRequest, family: ParallelConfig) -> Iterator[ParallelConfig]:
     """Yields the data-parallel layouts of a family that gather and reduce once per step.
 
-    Layouts have no recompute. FULL_SHARD that keeps parameters for a step equals SHARD_GRAD_OP.
-    SHARD_OPTIMIZER shards over all data-parallel ranks, NO_SHARD does not shard.
+    Fixed `gather` and `reduce` take precedence. SHARD_GRAD_OP is omitted unless fixed, because
+    FULL_SHARD that gathers once per step is equal to it.
     """
     fixed = request.fixed
     dp = family.dp_shard
@@ -223,10 +224,10 @@ def data_axis_splits(request: PlanRequest, family: ParallelConfig) -> Iterator[P
 
 
 def _strategies(request: PlanRequest, shards: int, replicas: int) -> list[ShardingName | None]:
-    """Returns the strategies that differ for these sizes.
+    """Returns the sharding strategies to try for these sizes.
 
-    Other frameworks shard everything (None), or only the optimizer over all data-parallel ranks
-    unless dp_shard is fixed.
+    Other frameworks use the fixed strategy, or shard everything (None), or shard only the
+    optimizer, which they do over all data-parallel ranks unless dp_shard is fixed.
     """
     fixed = request.fixed
     framework = request.framework
@@ -247,10 +248,10 @@ def _strategies(request: PlanRequest, shards: int, replicas: int) -> list[Shardi
 
 
 def per_microbatch_variant(request: PlanRequest, layout: ParallelConfig) -> ParallelConfig | None:
-    """Returns the layout that gathers and reduces for each microbatch, or None if it is not
-    allowed.
+    """Returns the layout that gathers and reduces for each microbatch, or None if not applicable.
 
-    It needs less memory and is never faster, so it is tried only if the layout itself does not fit.
+    It needs less memory and is never faster, so `TpPpSearch.fastest` tries it only if `layout` does
+    not fit.
     """
     fixed = request.fixed
     if not request.framework.is_parallel3d or layout.dp_shard == 1 or fixed.gather or fixed.reduce:
@@ -260,7 +261,7 @@ def per_microbatch_variant(request: PlanRequest, layout: ParallelConfig) -> Para
 
 
 def check_fixed(request: PlanRequest) -> None:
-    """Raises ConfigError for the first fixed value that no layout can have, whatever the memory."""
+    """Raises ConfigError for the first fixed value that rules out all layouts."""
     fixed = request.fixed
     gpus = request.gpus
     for axis in ("cp", "ep"):

@@ -1,5 +1,5 @@
-"""Ties: layouts whose predicted speeds differ by less than the planner's error. The safer and
-simpler one is preferred."""
+"""Ties: layouts whose predicted speeds differ by less than the planner's error. Safer and simpler
+layouts are preferred."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallel3d.planner.search.tp_pp_search import Candidate
 # At least a quarter of the pairs of published layouts within 5% of each other are predicted in the
 # wrong order (docs/explanation/planner.md).
 TIE = 0.05
-_WIDER = 1.25  # Ratio to the narrowest range of errors from which a range counts as wider.
+_WIDER = 1.25  # error ranges over this many times the narrowest count as wide
 
 
 def slowest_tied_s(fastest_s: float) -> float:
@@ -21,12 +21,11 @@ def slowest_tied_s(fastest_s: float) -> float:
 
 
 def put_in_order(request: PlanRequest, candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Sorts candidates by predicted step time, except that those tied with the fastest are sorted
-    by preference.
+    """Sorts candidates by step time, and those tied with the fastest by preference.
 
-    The preferences, most important first: a narrow range of errors, few axes that divide the model
-    (full recompute counts as one), no hybrid sharding, tp within a node, no recompute, few stages,
-    sharding within a node, a short time.
+    In descending priority, it prefers a narrow error range, few axes besides data parallelism (full
+    recompute counts as one), no hybrid sharding, tp within a node, no recompute, few stages,
+    tp x dp_shard within a node, and a short step time.
     """
     by_time = sorted(candidates, key=lambda each: each.step_time_s)
     if not by_time:

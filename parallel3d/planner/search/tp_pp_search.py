@@ -1,9 +1,9 @@
-"""Searches the layouts of one tp x pp in the order of step time.
+"""Finds the layouts of one tp x pp that fit, in the order of step time.
 
-Time has cheap lower bounds, memory does not, so memory is computed only for layouts at the top of a
-heap. The heap is ordered by lower bounds of time: of families with the same microbatch, then of one
-family, then of a layout. If the layout at the top fits, nothing left is faster. Otherwise it is
-replaced by itself with more recompute. A lower bound of memory excludes layouts that cannot fit.
+Memory takes longer to compute than time, so it is computed only for layouts at the top of a heap.
+Entries are ordered by lower bounds of the step time. A group of families with the same microbatch
+is replaced by its families, and a family by its layouts. If the layout at the top fits, none of the
+others is faster. Otherwise, variants that need less memory replace it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from parallel3d.schedules.registry import schedule_traits
 
 
 class Candidate(NamedTuple):
-    """A layout with its memory and closed-form step time (infinite if unknown)."""
+    """A layout, its step time (infinite if not computed), and the memory of its worst rank."""
 
     parallel: ParallelConfig
     step_time_s: float
@@ -50,34 +50,33 @@ class Candidate(NamedTuple):
 class _Family:
     """Layouts that differ in recompute and data parallelism.
 
-    `first` has the kinds of recompute that came first, that is the least ones that may fit.
+    `first` has the recompute choices that were tried first.
     """
 
     parallel: ParallelConfig
     known: CostCache
     first: set[RecomputeChoice] = field(default_factory=set)
-    # Lower bounds of the activation memory in bytes.
-    activations: dict[RecomputeChoice, float] = field(default_factory=dict)
-    # Memory of its layouts, keyed by data-parallel layout and recompute.
+    activations: dict[RecomputeChoice, float] = field(default_factory=dict)  # lower bounds in bytes
+    # Bytes of the worst rank, keyed by data-parallel layout and recompute.
     bytes: dict[tuple[object, RecomputeChoice], float] = field(default_factory=dict)
 
 
 class _Waiting(NamedTuple):
-    """An entry of the heap: families with equal microbatch time, one family with a `recompute`, or
-    a layout."""
+    """A heap entry: families with equal microbatch times, one family with a `recompute`, or one
+    layout."""
 
-    least_s: float  # Lower bound of the step time.
-    order: int  # Breaks ties between equal bounds: first in, first out.
+    least_s: float  # lower bound of the step time, or the closed-form step time of a layout
+    order: int  # tie-breaker: first in, first out
     families: list[_Family]
     layout: ParallelConfig | None = None
     recompute: RecomputeChoice | None = None
 
 
 class TpPpSearch:
-    """Search within one tp x pp.
+    """Searches the layouts of one tp x pp.
 
-    `checked` counts the layouts with computed memory. `is_cut_short` is True if a search skipped
-    layouts that take too long.
+    `checked` counts the layouts whose memory was computed. `is_cut_short` is True if `fastest`
+    stopped at `within_s` with layouts left.
     """
 
     def __init__(
@@ -88,7 +87,7 @@ class TpPpSearch:
         families: list[ParallelConfig],
         blocks: BlockTimeCache,
     ) -> None:
-        """`blocks` caches block times of other searches for the same model and cluster."""
+        """`blocks` is a cache that searches for the same model and cluster share."""
         self.tp = tp
         self.pp = pp
         self.checked = 0
@@ -106,7 +105,7 @@ class TpPpSearch:
 
     @cached_property
     def _heap(self) -> list[_Waiting]:
-        """The heap, which initially has the families with equal microbatch time."""
+        """The heap. Initially, an entry has all families with equal microbatch times."""
         groups: dict[object, list[_Family]] = {}
         for family in self._families:
             key = family.parallel.microbatch_size, other_axes(family.parallel)
@@ -117,9 +116,10 @@ class TpPpSearch:
         return sorted(found)
 
     def fastest(self, *, within_s: float = inf) -> Iterator[Candidate]:
-        """Yields the layouts that fit in the order of step time, up to `within_s`.
+        """Yields the layouts that fit, in ascending order of step time, up to `within_s`.
 
-        Each data-parallel layout appears with the least recompute that fits.
+        A data-parallel layout appears with the least recompute that fits. Selective and every_n
+        may both appear.
         """
         while self._heap:
             least_s, _, families, layout, recompute = heappop(self._heap)
@@ -151,27 +151,26 @@ class TpPpSearch:
         heappush(self._heap, _Waiting(least_s, next(self._pushed), families, layout, recompute))
 
     def _push_family(self, family: _Family, kind: RecomputeChoice) -> None:
-        """Pushes a family, or one with more recompute if its lower bound of memory is too high."""
+        """Pushes a family with this recompute, or with more if its memory bound is too high."""
         usable = self._request.usable_bytes
         choices = self._recompute_choices
         if self._family_lower_bound(family, kind) <= usable:
             run = self._request.planned_run(kind.of(family.parallel))
             self._push(least_step_s(run, known=family.known), [family], None, kind)
             return
-        # Recompute of a single block keeps more than it saves.
+        # With one block per rank, recompute needs more memory, so do not prune by the last choice.
         is_single = self._request.shape.layers <= self.pp
         if is_single or self._family_lower_bound(family, choices[-1]) <= usable:
             for more in more_recompute(choices, kind):
                 self._push_family(family, more)
 
     def _push_layouts(self, family: _Family, kind: RecomputeChoice) -> None:
-        """Pushes each data-parallel layout of a family."""
         family.first.add(kind)
         for way in data_axis_splits(self._request, family.parallel):
             self._push_layout(family, way, kind)
 
     def _push_layout(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
-        """Pushes a layout, or one with less memory if its lower bound is too high."""
+        """Pushes a layout, or variants with less memory if its memory bound is too high."""
         if self._lower_bound(family, way, kind) > self._request.usable_bytes:
             self._push_less_memory(family, way, kind)
             return
@@ -183,7 +182,7 @@ class TpPpSearch:
     def _push_less_memory(
         self, family: _Family, way: ParallelConfig, kind: RecomputeChoice
     ) -> None:
-        """Pushes a layout with more recompute, and one that gathers less at once."""
+        """Pushes a layout's variants with more recompute and with gathers for each microbatch."""
         choices = self._recompute_choices
         most = choices[-1]
         if kind == most or self._lower_bound(family, way, most) <= self._request.usable_bytes:
@@ -197,10 +196,10 @@ class TpPpSearch:
     def lowest_memory(self, *, within: float = inf, is_any: bool = False) -> Candidate | None:
         """Returns the layout with the lowest memory, at most `within` bytes, or None.
 
-        `is_any` returns the first one found.
+        If `is_any`, returns the first one found within the limit.
         """
-        # Recompute of a single block keeps more than it saves. With several blocks, full recompute
-        # has the lowest memory.
+        # With several blocks per rank, the last choice needs the least memory. With one block,
+        # recompute needs more memory, so all choices are tried.
         choices = self._recompute_choices
         if self._request.shape.layers > self.pp:
             choices = choices[-1:]
@@ -214,7 +213,7 @@ class TpPpSearch:
             if bound > most:
                 break
             ways: Iterable[ParallelConfig] = self._ways(family)
-            if not is_any:  # Start with low bounds, so that the others are excluded early.
+            if not is_any:  # Start with low bounds to exclude the others early.
                 ways = sorted(ways, key=lambda way: self._lower_bound(family, way, kind))
             for way in ways:
                 if self._lower_bound(family, way, kind) > most:
@@ -229,7 +228,7 @@ class TpPpSearch:
         return found
 
     def _ways(self, family: _Family) -> Iterator[ParallelConfig]:
-        """Yields every data-parallel layout of a family."""
+        """Yields the data-parallel layouts of a family, including per-microbatch variants."""
         for way in data_axis_splits(self._request, family.parallel):
             yield way
             if (variant := per_microbatch_variant(self._request, way)) is not None:
@@ -238,7 +237,7 @@ class TpPpSearch:
     def _layout_bytes(
         self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice
     ) -> float:
-        """Returns the memory of a layout with this recompute."""
+        """Returns the bytes of the worst rank of a layout with this recompute, cached."""
         key = (parallel.dp_shard, parallel.sharding, parallel.gather), kind
         if key not in family.bytes:
             self.checked += 1
@@ -257,7 +256,7 @@ class TpPpSearch:
         return least_work_s(run, known=first.known, turns=turns)
 
     def _lower_bound(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> float:
-        """Returns a lower bound of the memory of a layout with this recompute.
+        """Returns a lower bound of the bytes of a layout with this recompute.
 
         It is exact for other frameworks, whose memory is faster to compute than time.
         """
@@ -270,7 +269,7 @@ class TpPpSearch:
         return self._states[key] + self._activations(family, kind)
 
     def _family_lower_bound(self, family: _Family, kind: RecomputeChoice) -> float:
-        """Returns a lower bound of the memory of a family with this recompute."""
+        """Returns a lower bound of the bytes of a family's layouts, or 0 for other frameworks."""
         if not self._request.framework.is_parallel3d:
             return 0.0
         return self._lower_bound(family, _all_sharded(family.parallel), kind)
@@ -283,6 +282,6 @@ class TpPpSearch:
 
 
 def _all_sharded(parallel: ParallelConfig) -> ParallelConfig:
-    """Returns the layout fully sharded over its data-parallel ranks."""
+    """Returns the layout fully sharded over its data-parallel ranks, gathered per microbatch."""
     strategy = {"sharding": "FULL_SHARD", "gather": "microbatch"}
     return varied(parallel, dp_shard=parallel.dp, dp_replicate=1, **strategy)

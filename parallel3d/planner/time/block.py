@@ -1,4 +1,4 @@
-"""Seconds of one transformer block, of the embedding and of the head, per rank and microbatch."""
+"""Seconds of a transformer block, the embedding and the head, per rank and microbatch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_
 # additions.
 _NORM_FORWARD, _NORM_BACKWARD = 8.0, 16.0  # for both norms
 _OUTSIDE_FORWARD, _OUTSIDE_BACKWARD = 12.0, 16.0  # for both additions
-_ROPE = 8.0  # Bytes per element of q and k, in each direction.
-_GELU_FORWARD, _GELU_BACKWARD = 4.0, 6.0  # Bytes per element of [tokens, ffn].
+_ROPE = 8.0  # bytes per element of q and k, in each direction
+_GELU_FORWARD, _GELU_BACKWARD = 4.0, 6.0  # bytes per element of [tokens, ffn]
 _SWIGLU_FORWARD = 6.0
 _SWIGLU_BACKWARD = 10.0
 # Bytes per element of [heads, seq, seq] of unfused attention: write scores, read and write softmax,
@@ -26,23 +26,22 @@ _SOFTMAX_BACKWARD = 14.0
 # Bytes per element of [tokens x experts per token, hidden] in each direction to permute rows into
 # expert order and back.
 _PERMUTE = 10.0
-# Relative speed of batched matmuls around a softmax. If the head dimension is not a multiple of 8,
-# tensor cores cannot use 16-byte loads.
+# Relative speed of the matmuls in unfused attention. The second value applies if the head dimension
+# is not a multiple of 8, so tensor cores cannot use 16-byte loads.
 _BATCHED, _BATCHED_UNALIGNED = 0.5, 0.25
-# Exposed fraction of the time to accumulate a weight gradient. This and the two speeds above are
-# fitted on the runs of tools/cases.
+# Exposed fraction of the time to accumulate a weight gradient. This and the speeds above are fitted
+# on the runs of tools/cases.
 _ACCUMULATE = 0.4
-_LAUNCHES = 60  # Number of kernels in the forward pass of a block.
-# Number of additional kernels in an MoE layer: router, permutation, all-to-all.
-_EXPERT_LAUNCHES = 60
-_LOSS_PASSES = 10.0  # Bytes read and written per logit, in the forward and backward pass together.
-# Rows per tile of a grouped matmul. The rows of each expert start a new tile.
+_LAUNCHES = 60  # kernels in one block's forward pass
+_EXPERT_LAUNCHES = 60  # additional kernels of an MoE layer: router, permutation, all-to-all
+_LOSS_PASSES = 10.0  # bytes read and written per logit, forward and backward pass
+# Rows of a tile. In a grouped matmul, each expert's rows start a new tile.
 _TILE_ROWS = 128
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTimes:
-    """Seconds of a block, at least the time to launch its kernels."""
+    """Seconds of a block and microbatch, at least the time to launch the kernels."""
 
     forward_s: float
     backward_s: float
@@ -52,8 +51,8 @@ class BlockTimes:
 
 @dataclass(frozen=True, kw_only=True)
 class TimeParts:
-    """Seconds by cause: of a block and microbatch in both directions, or of a step on the busiest
-    rank."""
+    """Seconds by cause, of one microbatch in a block, forward and backward, or of a step on the
+    busiest rank."""
 
     compute: float
     recompute: float = 0.0
@@ -76,13 +75,13 @@ class TimeParts:
 
 @dataclass(frozen=True, kw_only=True)
 class MicrobatchTimes:
-    """Seconds of one microbatch: a block, and (forward, backward) of head and embedding."""
+    """Seconds of one microbatch in a block, the head and the embedding."""
 
     block: TimeParts
-    forward_s: float  # Forward pass of the block.
-    weight_s: float  # Part of the backward pass of the block that computes weight gradients.
-    head_s: tuple[float, float]
-    embedding_s: tuple[float, float]
+    forward_s: float  # forward pass of the block
+    weight_s: float  # part of the block's backward pass for weight gradients
+    head_s: tuple[float, float]  # forward, backward
+    embedding_s: tuple[float, float]  # forward, backward
 
     @property
     def backward_s(self) -> float:
@@ -96,7 +95,7 @@ class MicrobatchTimes:
 class Product(NamedTuple):
     """A matmul [rows, inputs] x [inputs, outputs] of a block's forward pass.
 
-    With several `experts`, the rows are divided evenly and the matmul is grouped.
+    With several `experts`, it is a grouped matmul with the same number of rows for each.
     """
 
     rows: int
@@ -105,7 +104,7 @@ class Product(NamedTuple):
     experts: int = 1
 
     def forward_s(self, kernels: Kernels, *, turned: bool = False) -> float:
-        """Returns the seconds of the forward matmul, or of the input gradient if `turned`."""
+        """Returns the seconds of the matmul, or of that for the input gradient if `turned`."""
         outputs = self.outputs
         inputs = self.inputs
         if turned:
@@ -118,7 +117,7 @@ class Product(NamedTuple):
         return max(matmul_s(kernels, rows, outputs, inputs), read_s)
 
     def weight_s(self, kernels: Kernels) -> float:
-        """Returns the seconds of the weight gradient."""
+        """Returns the seconds of the matmul for the weight gradient."""
         rows = max(1, self.rows // self.experts)
         return matmul_s(kernels, self.experts * self.outputs, self.inputs, rows)
 
@@ -128,7 +127,7 @@ class Product(NamedTuple):
 
 
 def products(run: PlannedRun) -> list[Product]:
-    """Returns the matmuls of a block, or of an MoE layer."""
+    """Returns the matmuls with weights in a block's forward pass, on one rank."""
     shape = run.shape
     layout = run.layout
     tp = layout.tp
@@ -165,9 +164,9 @@ def products(run: PlannedRun) -> list[Product]:
 
 
 def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
-    """Returns the seconds of a block.
+    """Returns the times of a block for one microbatch.
 
-    Dense layers of an MoE model count like MoE layers, which have as many FLOPs by design.
+    Dense layers of an MoE model count as MoE layers, which have as many FLOPs by design.
     """
     # `products_back_s` is the time of input gradients, `weight_s` that of weight gradients.
     products_s = products_back_s = weight_s = 0.0
@@ -207,15 +206,15 @@ def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
 
 
 def _accumulate_s(run: PlannedRun, kernels: Kernels, weights: int) -> float:
-    """Returns the seconds to accumulate a microbatch's weight gradient."""
+    """Returns the seconds to add a microbatch's weight gradient to the accumulated one."""
     if kernels.process is not None:
         return weights * kernels.process.gradient_s
     return weights * 2 * run.framework.gradient_bytes * _ACCUMULATE / kernels.memory_rate
 
 
 def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
-    """Returns the seconds of a block's attention, forward and backward, averaged over windowed and
-    full layers."""
+    """Returns the seconds of attention, forward and backward. Flash attention uses the mean over
+    layers with and without a window."""
     shape = run.shape
     layout = run.layout
     framework = run.framework
@@ -247,8 +246,8 @@ def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
 
 
 def elementwise_bytes(run: PlannedRun) -> tuple[float, float]:
-    """Returns the bytes moved by norms, residuals, activations, RoPE and expert permutation,
-    forward and backward."""
+    """Returns the bytes moved by norms, elementwise operations and expert permutation, forward and
+    backward."""
     shape = run.shape
     layout = run.layout
     t = run.tokens
@@ -279,7 +278,7 @@ def elementwise_bytes(run: PlannedRun) -> tuple[float, float]:
 
 
 def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
-    """Returns the seconds of the last norm, the head and the loss, forward and backward."""
+    """Returns the seconds of the head and the loss, forward and backward."""
     kernels = replace(kernels, precision=kernels.half)
     t = run.tokens
     h = run.shape.hidden
@@ -288,14 +287,14 @@ def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     weight = matmul_s(kernels, vocab, h, t)
     weight += _accumulate_s(run, kernels, vocab * h)
     back = matmul_s(kernels, t, h, vocab)
-    loss = 0.0  # On a calibrated host, the loss is measured separately.
+    loss = 0.0  # `CalibratedHost` adds the measured loss.
     if kernels.process is None:
         loss = t * run.rank_vocab * _LOSS_PASSES / 2 / kernels.memory_rate
     return product + loss, back + weight + loss
 
 
 def embedding_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
-    """Returns the seconds of the embedding lookup. The backward pass accumulates in float32."""
+    """Returns the seconds of the embedding, forward and backward (float32 accumulation)."""
     rows = run.tokens * run.shape.hidden
     forward = rows * 6.0 / kernels.memory_rate
     backward = rows * 12.0 / kernels.memory_rate

@@ -20,10 +20,10 @@ _FORWARD = 0.4  # Fraction of a block's dispatch time that belongs to the forwar
 
 
 class CalibratedHost:
-    """The measurements that apply to a run.
+    """Measurements of a host, applied to a run.
 
-    A CPU does not overlap dispatch with kernels. If there are more ranks than cores, `shared` ranks
-    have one core, and work that all ranks do at once takes `slowdown` times as long.
+    If there are more ranks than cores, `shared` ranks share a core. Work that all ranks do at the
+    same time takes `slowdown` times as long, which includes the measured contention.
     """
 
     def __init__(self, run: PlannedRun, measured: Calibration) -> None:
@@ -59,7 +59,7 @@ class CalibratedHost:
         kernels = Kernels(device=run.cluster.device, precision=run.precision, process=process)
         block = block_times(run, kernels)
         tp_forward, tp_backward = self._tp_s()
-        # Recompute repeats the dispatch, too. The measured cost of recompute includes this.
+        # The measured cost of recompute includes its dispatch.
         share = 1 / run.layout.recompute_every
         if recompute == "every_n":
             recompute = "full"
@@ -93,11 +93,11 @@ class CalibratedHost:
         )
 
     def _tp_s(self) -> tuple[float, float]:
-        """Seconds of the tp collectives minus those of their smallest messages, forward and
-        backward.
+        """Returns the seconds of a block's tp collectives, forward and backward.
 
-        There are two all-reduces per direction. Sequence parallelism replaces each by an all-gather
-        and a reduce-scatter, and adds two all-gathers to the backward pass.
+        Measured times exclude that of the smallest message, which `self.tp` includes. There are two
+        all-reduces per direction. Sequence parallelism replaces each by an all-gather and a
+        reduce-scatter, and adds two all-gathers to the backward pass.
         """
         run = self.run
         layout = run.layout
@@ -114,7 +114,7 @@ class CalibratedHost:
         return 2 * (gather + scatter), 4 * gather + 2 * scatter
 
     def action_s(self) -> float:
-        """Overhead of a pipeline action in seconds: scheduling and a message."""
+        """Returns the seconds of a pipeline action's message and, if measured, its scheduling."""
         run = self.run
         layout = run.layout
         if layout.pp == 1:
@@ -129,7 +129,7 @@ class CalibratedHost:
         return self.ranks.action_s + beyond_smallest_s(self.ranks.transfer, bytes_)
 
     def once_s(self, part: StageSlice) -> tuple[float, float, float]:
-        """Returns the seconds per step of data parallelism, the optimizer and the host."""
+        """Returns the seconds per step of data parallelism, the optimizer and other overhead."""
         base = self.process.overhead
         layout = self.run.layout
         layers = part.layers

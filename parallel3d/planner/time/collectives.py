@@ -1,7 +1,7 @@
 """Seconds of collectives by the alpha-beta model, and the exposed data-parallel communication.
 
-Ranks are in mesh order: pp, dp_replicate, dp_shard, (cp,) tp, the last one innermost. A ring over n
-ranks moves (n - 1) / n of the bytes through its slowest link. NCCL builds a ring for each network
+Ranks are in mesh order: pp, dp_replicate, dp_shard, (cp,) tp. The last varies fastest. A ring over
+n ranks moves (n - 1) / n of the bytes through its slowest link. NCCL builds a ring for each network
 port of a node, so a group with g ranks per node uses g ports (Thakur et al. 2005; NCCL's tuning
 model in src/graph/tuning.cc).
 """
@@ -17,12 +17,11 @@ from parallel3d.planner.model.shapes import StageSlice
 # A ring over this many nodes has half the bandwidth between neighbours, because of stragglers
 # and congestion in the upper network tiers. Fitted on the runs of tools/cases with 1 to 2,048 GPUs.
 _HALF_SPEED_NODES = 256
-# Overlapped fraction of a reduction or all-gather that runs once per step. Fitted on the same runs.
-_HIDDEN = 0.5
+_HIDDEN = 0.5  # overlapped fraction of collectives that run once per step, fitted on the same runs
 
 
 def ring_bandwidth(cluster: Cluster, group: Group) -> float:
-    """Bytes per second through the slowest link of the group."""
+    """Returns the bytes per second through the slowest link of a ring over the group."""
     if group.nodes == 1:
         return cluster.node.sustained
     network = group.per_node * cluster.network.sustained / _spread(cluster, group.span)
@@ -42,8 +41,7 @@ def all_gather_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
 
 
 def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
-    """Returns the seconds of an all-reduce, by a ring or a tree. Small tensors are faster on a
-    tree."""
+    """Returns the seconds of an all-reduce by a ring or a tree, whichever is faster."""
     ring = 2 * all_gather_s(cluster, group, whole_bytes)
     bandwidth = ring_bandwidth(cluster, group)
     inside = 2 * ceil(log2(group.per_node)) * cluster.node.latency_s
@@ -53,13 +51,13 @@ def all_reduce_s(cluster: Cluster, group: Group, whole_bytes: float) -> float:
 
 
 def hidden_bytes(run: PlannedRun) -> float:
-    """Returns the bytes of a microbatch's hidden features."""
+    """Returns the bytes of a microbatch's hidden states, not split over tp."""
     return run.tokens * run.shape.hidden * run.item_bytes
 
 
 def tp_exchange_s(run: PlannedRun) -> float:
-    """Returns the seconds of an all-reduce of the hidden features over tp, or of a reduce-scatter
-    and an all-gather."""
+    """Returns the seconds of an all-reduce of the hidden states over tp, or with sequence
+    parallelism, of a reduce-scatter and an all-gather."""
     group = run.group(run.layout.tp, 1)
     if run.layout.sequence_parallel:
         return 2 * all_gather_s(run.cluster, group, hidden_bytes(run))
@@ -67,10 +65,10 @@ def tp_exchange_s(run: PlannedRun) -> float:
 
 
 def experts_exchange_s(run: PlannedRun) -> float:
-    """Returns the seconds of the all-to-all of a microbatch's tokens to their experts.
+    """Returns the seconds of the all-to-all that sends a microbatch's tokens to their experts.
 
-    The way back takes the same time. Sends within the node and through the rank's own network port
-    overlap.
+    The all-to-all back takes the same time. Transfers within the node and through the rank's
+    network port overlap.
     """
     experts = run.shape.experts
     layout = run.layout
@@ -86,7 +84,7 @@ def experts_exchange_s(run: PlannedRun) -> float:
         return within_s
     away = 1 - 1 / group.nodes  # Fraction of evenly distributed traffic that leaves the node.
     copies = experts.per_token
-    if experts.most_groups is not None:  # A token is sent to each node once.
+    if experts.most_groups is not None:  # A token is sent to each node at most once.
         copies = min(copies, experts.most_groups, group.nodes)
     port = cluster.network.sustained / _spread(cluster, group.span)
     bandwidth = min(cluster.node.sustained, port)
@@ -95,25 +93,24 @@ def experts_exchange_s(run: PlannedRun) -> float:
 
 
 def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
-    """Returns the seconds of a transfer between pipeline stages on this number of nodes."""
+    """Returns the seconds of a transfer between pipeline stages of a run on `nodes` nodes."""
     link = cluster.network if nodes > 1 else cluster.node
     bandwidth = link.sustained / _spread(cluster, nodes)
     return bytes_ / bandwidth + link.latency_s
 
 
 def _spread(cluster: Cluster, nodes: int) -> float:
-    """Returns the oversubscription of the upper network tiers for this number of nodes."""
+    """Returns the oversubscription of the network tiers that connect this number of nodes."""
     if nodes > cluster.network.whole_nodes:
         return cluster.network.oversubscription
     return 1.0
 
 
 def reduced_once_s(run: PlannedRun, part: StageSlice) -> float:
-    """Returns the exposed data-parallel seconds per step with unsharded parameters (ZeRO-0 to
-    ZeRO-2).
+    """Returns the exposed data-parallel seconds per step without sharded parameters (up to ZeRO-2).
 
-    There is one gradient reduction per step, and one all-gather of updated parameters if the
-    optimizer is sharded.
+    Gradients are reduced once per step. If the optimizer is sharded, updated parameters are
+    all-gathered.
     """
     shards = run.layout.optimizer_shards
     gather_s, reduce_s = _unit_s(run, part, shards)
@@ -128,14 +125,14 @@ def sharded_s(
 ) -> float:
     """Returns the exposed data-parallel seconds per step with sharded parameters (FSDP, ZeRO-3).
 
-    While a block computes, the next block is all-gathered, and the gradients of the previous one
-    are reduced. The first all-gather and the last reduction are never overlapped.
+    While a block computes, the next block is all-gathered and the gradients of the previous one are
+    reduced. The first all-gather and the last reduction are never overlapped.
 
     Args:
         run: Run with sharded parameters.
         forward: Seconds of a block's forward pass.
         backward: Seconds of a block's backward pass.
-        ends_s: Seconds of embedding and head, forward and backward.
+        ends_s: Seconds of the embedding and the head, forward plus backward.
     """
     layout = run.layout
     block = StageSlice(layers=1, embedding=False, head=False)
@@ -158,9 +155,9 @@ def sharded_s(
 
 
 def _unit_s(run: PlannedRun, part: StageSlice, shards: int) -> tuple[float, float]:
-    """Returns the seconds to gather a rank's parameters of a slice and to reduce their gradients.
+    """Returns the seconds to all-gather the parameters of a slice and to reduce their gradients.
 
-    Experts are sharded over the ranks that have the same ones.
+    Experts are sharded over the ranks that hold the same experts.
     """
     layout = run.layout
     ranks = layout.dp * layout.cp
@@ -186,9 +183,9 @@ def _split_s(
     ranks: int,
     stride: int,
 ) -> tuple[float, float]:
-    """Returns the seconds to gather parameters and to reduce their gradients.
+    """Returns the seconds to all-gather parameters and to reduce their gradients.
 
-    They are sharded over `shards` of the `ranks` that share them, which are `stride` apart.
+    `ranks` ranks, `stride` apart, share the parameters. They form replicas of `shards` shards.
     """
     framework = run.framework
     cluster = run.cluster
@@ -200,6 +197,6 @@ def _split_s(
     gather_s = all_gather_s(cluster, inner, parameters * run.item_bytes)
     scatter_s = all_gather_s(cluster, inner, gradients)
     replicas_s = all_reduce_s(cluster, outer, gradients / shards)
-    if inner.nodes == 1 and shards > 1:  # Links in the node and the network work in parallel.
+    if inner.nodes == 1 and shards > 1:  # Links in the node and the network are used in parallel.
         return gather_s, max(scatter_s, replicas_s)
     return gather_s, scatter_s + replicas_s

@@ -26,13 +26,13 @@ def pipeline_s(
     times: list[StageTimes],
     send_s: float = 0.0,
 ) -> float:
-    """Returns the makespan of a step's microbatches in seconds.
+    """Simulates a step's microbatches and returns their makespan in seconds.
 
-    Long schedules are extrapolated from two short ones, because they repeat themselves.
+    Schedules with more than 12 x pp microbatches are extrapolated from two shorter ones.
 
     Args:
-        name: Schedule.
-        pp: Pipeline ranks.
+        name: Schedule name.
+        pp: Number of pipeline ranks.
         microbatches: Microbatches per step.
         times: Seconds per microbatch of each stage.
         send_s: Seconds of a transfer between stages.
@@ -71,16 +71,16 @@ def closed_form_s(
     times: list[StageTimes],
     send_s: float = 0.0,
 ) -> float:
-    """Returns the work of the slowest rank plus the bubble of an even pipeline, in seconds.
+    """Estimates `pipeline_s`: work of the slowest rank, bubble of an even pipeline, and transfers.
 
-    With virtual stages it takes the slowest rank of each turn. The bubble of classic schedules is a
-    formula (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). For others it is simulated once.
+    With virtual stages, the work is the sum of the slowest of each pp consecutive stages. The
+    bubble of classic schedules is a formula (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    That of others is simulated once.
     """
     virtual_stages = len(times) // pp
     stages_s = [stage.forward + stage.backward for stage in times]
     work = sum(stages_s)
-    # In these schedules, stages are assigned to ranks in turn.
-    if schedule_traits(name).ramp_bubble:
+    if schedule_traits(name).ramp_bubble:  # Stages are assigned to ranks round-robin.
         slowest = max(sum(stages_s[rank::pp]) for rank in range(pp))
         bubble = (work - slowest) / virtual_stages
     else:

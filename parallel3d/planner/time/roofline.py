@@ -14,26 +14,25 @@ from parallel3d.planner.hardware.cluster import Device
 # background"). Smaller tiles did not improve any prediction.
 _TILE = (256, 128)
 Measured = TypeVar("Measured")
-# Exposed fraction of a last, partly filled wave of tiles. Split-k and the next kernel's prologue
-# hide the rest.
+# Exposed fraction of the idle time in a last, partly filled wave of tiles. Split-k and the next
+# kernel's prologue hide the rest.
 _TAIL = 0.5
-# Inner loop length at which a tile takes as long as its prologue and epilogue.
+# Inner dimension k of a tile whose loop takes as long as its prologue and epilogue.
 _DEPTH = 128
-# Fraction of the FP8 peak that remains after casts, transposes and amax around each matmul, and
-# after the power limit.
+# Relative speed of FP8 matmuls, due to casts, transposes, amax and the power limit.
 _FLOAT8 = 0.9
-# Fraction of the device's attention rate, which is for the best kernel on long sequences. The
-# second factor applies to Hopper, whose rate is of FlashAttention-3 (arXiv 2407.08608). Both are
-# fitted on the runs of tools/cases.
+# Achieved fraction of the device's attention rate, which is that of the best kernel on long
+# sequences. The second factor also applies to Hopper, whose rate is that of FlashAttention-3
+# (arXiv 2407.08608). Both are fitted on the runs of tools/cases.
 _ATTENTION, _HOPPER_ATTENTION = 0.7, 0.7
-# Slowdown if rows are not a multiple of 8 elements, so tensor cores cannot use 16-byte loads
-# (ibid.).
+# Slowdown if n or k is not a multiple of 8, so tensor cores cannot use 16-byte loads (NVIDIA, see
+# above).
 _UNALIGNED = 2.2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """A device with the kernels of one framework."""
+    """Device and precision that determine kernel times."""
 
     device: Device
     precision: str
@@ -54,13 +53,12 @@ class Kernels:
 
 
 def _measured(by_precision: Mapping[str, Measured], precision: str) -> Measured:
-    """Returns the measurement in this precision, or else in the first measured one."""
+    """Returns the measurement in this precision, or the first one if that is missing."""
     return by_precision.get(precision, next(iter(by_precision.values())))
 
 
 def matmul_s(kernels: Kernels, m: int, n: int, k: int) -> float:
-    """Returns the seconds of [m, k] x [k, n]: waves of tiles over the processors, or the memory
-    bound."""
+    """Returns the seconds of the matmul [m, k] x [k, n], measured or from a roofline model."""
     device = kernels.device
     precision = kernels.precision
     if kernels.process is not None:
@@ -89,9 +87,9 @@ def flash_attention_s(
     head_dim: int,
     backward: bool,
 ) -> float:
-    """Returns the seconds of a tiled causal kernel (Dao 2023, arXiv 2307.08691).
+    """Returns the seconds of causal FlashAttention (Dao 2023, arXiv 2307.08691).
 
-    The causal mask halves the matmuls. The backward pass has 5 matmuls, the forward pass 2.
+    The causal mask halves the FLOPs. The backward pass has 5 matmuls, the forward pass 2.
     """
     products = (10.0 if backward else 4.0) * batch_heads * queries * keys * head_dim * 0.5
     if kernels.process is not None:
@@ -102,8 +100,8 @@ def flash_attention_s(
     sustained = 1e12 * (best.backward if backward else best.forward) * _ATTENTION
     if kernels.device.family == "hopper":
         sustained *= _HOPPER_ATTENTION
-    # Tiles on the diagonal are half wasted, and short rows fill the pipeline badly (ibid., figures
-    # 4 to 6). A head dimension of 64 spends a larger fraction on the softmax.
+    # Half of each tile on the diagonal is wasted, and short sequences fill the pipeline badly (Dao
+    # 2023, figures 4 to 6). With a head dimension of 64, the softmax takes a larger fraction.
     length = keys / (keys + (420.0 if backward else 300.0))
     depth = min(1.0, 0.62 + 0.38 * head_dim / 128)
     return products / (sustained * length * depth) + kernels.device.kernel_s

@@ -32,8 +32,8 @@ from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s
 from parallel3d.planner.time.roofline import Kernels
 from parallel3d.timeline.simulate import StageTimes
 
-# Speed of the layers' tp collectives relative to larger transfers. Copies and ranks that wait for
-# each other slow them down. The second factor also applies if tp ranks are on several nodes.
+# Speed of tp collectives relative to larger transfers. Copies and ranks that wait for each other
+# slow them down. The second factor also applies if tp ranks are on several nodes.
 _TP_SPEED, _TP_ACROSS_NODES = 0.7, 0.3
 # Bytes per second between a GPU and its CPU (sustained PCIe 4.0 x16), and a GPU's share of CPU
 # memory bandwidth (8 GPUs on two sockets of 200 GB/s).
@@ -55,13 +55,13 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pipeline:
-    """Seconds of a step's microbatches without data parallelism."""
+    """Seconds of a step's microbatches, without data parallelism."""
 
     micro: MicrobatchTimes
-    rank_s: list[float]  # Seconds of each rank per microbatch.
-    send_s: float  # Seconds to send an activation to the next stage.
-    blocked_s: float  # Overhead of one action of a stage, in seconds.
-    seconds: float
+    rank_s: list[float]  # work of each rank per microbatch
+    send_s: float  # transfer of an activation to the next stage
+    blocked_s: float  # overhead of each pipeline action
+    seconds: float  # makespan
 
 
 # Microbatch times of one model on one cluster, keyed by every input that affects them.
@@ -70,8 +70,8 @@ BlockTimeCache = dict[tuple[object, ...], MicrobatchTimes]
 
 @dataclass(frozen=True)
 class CostCache:
-    """Results shared between layouts. Pipelines are keyed by recompute and shared by layouts that
-    differ only in data parallelism."""
+    """Cached results for layouts that differ only in recompute and data parallelism. `pipelines` is
+    keyed by (recompute, recompute_every). Other layouts may share `blocks`."""
 
     blocks: BlockTimeCache = field(default_factory=dict)
     pipelines: dict[tuple[str, int], _Pipeline] = field(default_factory=dict)
@@ -81,8 +81,8 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     """Estimates the time of a step.
 
     Args:
-        run: Run to estimate. parallel3d on a calibrated host uses the host's measurements.
-        exact: Simulate the schedule. False uses a closed form to rank candidates quickly.
+        run: Run to estimate. For parallel3d on a calibrated host, measurements are used.
+        exact: True simulates the schedule. False uses a closed form, which is faster.
         known: Cache to read and fill.
     """
     host = _calibrated_host(run)
@@ -138,10 +138,10 @@ def least_step_s(run: PlannedRun, *, known: CostCache) -> float:
 
 
 def least_work_s(run: PlannedRun, *, known: CostCache, turns: float) -> float:
-    """Returns a lower bound on the step time of all pipelines with these microbatches.
+    """Returns a lower bound on the step time of all pipelines with this pp and microbatch size.
 
-    It is an even share of all work plus the bubble with at most `turns` stages per rank
-    (`pipeline.closed_form_s`). It is cheaper than `least_step_s` and never larger.
+    It is an even share of the work plus the bubble with `turns` stages per rank, or 0 on a
+    calibrated host. It is cheaper than `least_step_s` and never larger.
     """
     if _calibrated_host(run) is not None:
         return 0.0
@@ -167,7 +167,7 @@ def _calibrated_host(run: PlannedRun) -> CalibratedHost | None:
 def _pipeline(
     run: PlannedRun, host: CalibratedHost | None, *, exact: bool, known: CostCache
 ) -> _Pipeline:
-    """Estimates the microbatches of a step, cached in `known` if nothing is measured."""
+    """Estimates the pipeline of a step. `known` is read and filled unless `host` is given."""
     layout = run.layout
     pp = layout.pp
     recompute = layout.recompute, layout.recompute_every
@@ -235,11 +235,11 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     if run.group(layout.tp, 1).nodes > 1:
         tp /= _TP_ACROSS_NODES
     experts = run.shape.experts
-    # Each rank routes its own tokens, so the feed-forward half gathers only for shared experts.
+    # Each rank routes its own tokens, so routed experts do not need the tp all-gather.
     if experts is not None:
         if not experts.shared_hidden:
             tp *= 0.5
-        if layout.expert_tp > 1:  # A shard of an expert needs the rows of all tp neighbors.
+        if layout.expert_tp > 1:  # Ranks that shard an expert exchange their rows.
             rows = run.routed_rows * run.shape.hidden * run.item_bytes
             neighbours = run.group(layout.expert_tp, 1)
             within = 2 * all_gather_s(run.cluster, neighbours, rows)
@@ -270,8 +270,7 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
 
 
 def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> list[StageTimes]:
-    # Stages in the middle are equal, so compute each kind once.
-    made: dict[StageSlice, StageTimes] = {}
+    made: dict[StageSlice, StageTimes] = {}  # Many stages are equal, so compute each kind once.
     for stage in {*run.stages}:
         forward = stage.layers * micro.forward_s + action_s
         backward = stage.layers * micro.backward_s + action_s
@@ -287,7 +286,7 @@ def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> li
 
 
 def _once_s(run: PlannedRun, micro: MicrobatchTimes) -> tuple[float, float]:
-    """Returns the seconds per step of data parallelism and the optimizer on the rank with most
+    """Returns the seconds per step of data parallelism and the optimizer, on the rank with the most
     parameters."""
     layout = run.layout
     part = max({*run.ranks}, key=run.stage_parameters)
@@ -313,7 +312,7 @@ def _offload_s(run: PlannedRun, part: StageSlice) -> tuple[float, float]:
     Both rates are assumptions, and nothing is overlapped with compute.
     """
     shard = run.stage_parameters(part) / run.layout.parameter_shards
-    crossings = 2  # One all-gather of parameters, and the gradients.
+    crossings = 2  # parameters to the GPU, and gradients to the CPU
     if run.gathers_each_microbatch:
         crossings = 1 + 2 * run.layout.microbatches
     crossing_s = crossings * shard * master_bytes(run.precision) / HOST_LINK
@@ -324,7 +323,7 @@ def _optimizer_s(run: PlannedRun, part: StageSlice) -> float:
     """Returns the seconds of AdamW, the gradient norm and clipping.
 
     AdamW reads weights, two moments and gradients, and writes weights, moments and the 16-bit copy.
-    The norm reads each gradient and clipping writes it.
+    The norm reads each gradient. Clipping reads and writes it.
     """
     framework = run.framework
     layout = run.layout
