@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from parallel3d.errors import ConfigError
 
-# Hardware files that are shipped with the project.
+# Folder of the shipped hardware files.
 HARDWARE = Path(__file__).parent / "hardware"
 
 VERBOSE = ("-v", "--verbose")
@@ -22,8 +22,8 @@ _MISSING = "the following arguments are required: "
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _SHARES = {"": 1.0, "%": 0.01}
 _BYTES = {"gib": 2.0**30, "gb": 1e9, "mib": 2.0**20, "mb": 1e6, "tib": 2.0**40, "tb": 1e12}
-# Rates are case-sensitive: GB/s are bytes, Gb/s are bits. A bare number and gb/s are GB/s, as the
-# names of the options say.
+# Rates are case-sensitive: GB/s means bytes, Gb/s means bits. A bare number and gb/s mean GB/s, as
+# in the option names (--network-gb-per-s).
 _RATES = {
     **{"": 1e9, "gb/s": 1e9, "GB/s": 1e9, "GBps": 1e9, "GB/s/gpu": 1e9, "TB/s": 1e12, "MB/s": 1e6},
     **dict.fromkeys(("Gbps", "gbps", "Gb/s", "Gbit/s"), 1e9 / 8),
@@ -116,7 +116,9 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def amount(what: str, *, zero: bool = True) -> Callable[[str], float]:
-    """Returns the parser of a finite number of at least 0. `what` names the number in its error."""
+    """Returns a parser for a finite number >= 0, or > 0 if `zero` is False. `what` names it in
+    errors.
+    """
     least = "at least 0" if zero else "above 0"
 
     def parse(text: str) -> float:
@@ -192,7 +194,7 @@ _BY_NAME: tuple[Callable[[str], Any], ...] = (
     *(new_path, int, whole, sizes, tokens, memory_bytes, bytes_per_s),
     *(dollars, fraction, share, chance),
 )
-PARSERS: dict[str, Callable[[str], Any]] = {  # Parsers, keyed by the names that commands.toml uses.
+PARSERS: dict[str, Callable[[str], Any]] = {  # Keyed by the names that commands.toml uses.
     **{parser.__name__: parser for parser in _BY_NAME},
     **{"path": Path, "time": amount("a time"), "days": amount("days", zero=False)},
     **{"hours": amount("hours", zero=False), "seconds": amount("seconds", zero=False)},

@@ -1,5 +1,4 @@
-"""The reply of a subcommand, how it is printed, how a command ends, and how subcommands write
-files."""
+"""Replies of subcommands, exit statuses of commands, and output files."""
 
 from __future__ import annotations
 
@@ -23,8 +22,9 @@ _SIGPIPE = 141  # Exit status that a shell gives if the reader of the output has
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """Reply of a subcommand: the lines of its report, the same as one JSON object (None if there is
-    none), and the exit status. Only the one that is printed is computed."""
+    """Reply of a subcommand. `page` returns the lines of its report, and `tree` the same as a JSON
+    object (None: not available). Only the one to print is called. `status` is the exit status.
+    """
 
     page: Callable[[], Iterable[str]]
     tree: Callable[[], object] | None = None
@@ -41,17 +41,19 @@ class Reply:
 def exit_status(arguments: Sequence[str] | None, run: Callable[[list[str]], int]) -> int:
     """Runs a command on `arguments` (default: those of the process) and returns the exit status.
 
-    Every command ends here. Errors are printed as one line, with -v also their traceback."""
+    A Parallel3dError is printed as one line, with -v also its traceback. Other errors are raised,
+    except for a file name that is too long.
+    """
     words = sys.argv[1:] if arguments is None else [*arguments]
     if isinstance(sys.stdout, TextIOWrapper):
-        # An ASCII terminal shows other characters as escapes.
+        # Print characters that the terminal's encoding lacks as escapes.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with writing_output():
             return run(words)
     except Parallel3dError as error:
         if isinstance(error, SaveError) and isinstance(error.__cause__, BrokenPipeError):
-            return _SIGPIPE  # Silent, as is usual with `| head`.
+            return _SIGPIPE  # Silent, because the reader, such as `| head`, has exited.
         print_error(str(error))
         if {*VERBOSE} & {*words}:
             traceback.print_exc()

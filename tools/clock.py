@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DeviceClock:
-    """Measures time on a device: with the host clock on CPUs, with events in the stream on GPUs.
-    The host waits only when an elapsed time is read."""
+    """Measures time on a device: with the host clock on CPUs, with CUDA events on GPUs. The host
+    waits only when an elapsed time is read.
+    """
 
     device: torch.device
 
@@ -43,7 +44,7 @@ class DeviceClock:
         *,
         ahead: Callable[[], object] | None = None,
     ) -> float:
-        """Returns the mean seconds of `calls` calls of `work`.
+        """Returns the mean seconds per call of `work`, over `calls` calls.
 
         `ahead` is called before the clock starts. It keeps a GPU busy while the host dispatches the
         calls, so that their kernels are timed without gaps."""

@@ -23,8 +23,8 @@ from parallel3d.launch.local import start_fork_server
 T = TypeVar("T")
 CPU = torch.device("cpu")
 _TIMEOUT_S = 300.0
-# With these NCCL treats each rank as a separate host, so that ranks can share a GPU. It then
-# communicates through sockets.
+# With these variables and NCCL_HOSTID, NCCL treats each rank as a separate host and communicates
+# through sockets, so that ranks can share a GPU.
 _OWN_HOST = {
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
@@ -42,9 +42,10 @@ def run_ranks(
     """Calls `function(*arguments)` on `world_size` ranks and returns the result of rank 0.
 
     Arguments and results are pickled. With `device` "cuda" the current device of each rank is its
-    GPU. Ranks share GPUs if the host has fewer. If a rank raises an error of this project, it is
-    raised here. If a rank raises another error, whose traceback is on stderr, or dies, RankError is
-    raised. The other ranks are then stopped."""
+    GPU. Ranks share GPUs if the host has fewer. If a rank raises a Parallel3dError, it is raised
+    here. If a rank dies or raises another error, whose traceback is on stderr, RankError is raised.
+    In both cases the other ranks are stopped.
+    """
     # The fork server imports the modules once, which saves seconds per process.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([function.__module__, "torch._dynamo"])
@@ -91,7 +92,7 @@ def _rank(
     BESIDE_RECIPES.extend(beside_recipes)
     init_method, rank, world_size = place
     torch.set_num_threads(1)
-    # Silences advice to flatten the mesh for norms, for which torch has no public function.
+    # Silence a warning that advises flattening the mesh. torch has no public function for that.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     backend = "gloo"
     if device == "cuda":

@@ -1,1 +1,1 @@
-"""Alternative names of models, hardware files and frameworks (aliases.toml), and their look-up."""
+"""Alternative names of models, hardware files and frameworks (aliases.toml), and their lookup."""

@@ -1,5 +1,6 @@
-"""Parses layouts such as `tp=8,pp=2`, with keys of `parallel:` or their names in other
-frameworks."""
+"""Parses layouts such as `tp=8,pp=2`. Keys are those of `parallel:` or their names in other
+frameworks.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "reduce": get_args(Cadence),
     "offload": tuple(_FLAGS),
 }
-# Names of keys of `parallel:` in other frameworks.
+# Abbreviations and names of other frameworks -> keys of `parallel:`.
 _ALIASES = {
     "vpp": "virtual_stages",
     "vp": "virtual_stages",
@@ -43,7 +44,7 @@ _ALIASES = {
     "context_parallel_size": "cp",
     "expert_model_parallel_size": "ep",
 }
-# Keys of other frameworks without an equivalent, and advice.
+# Keys of other frameworks that have no equivalent -> advice for the error message.
 _DP = "the data-parallel size follows from tp and pp; set dp_shard, dp_replicate or both"
 _ZERO = "use sharding=SHARD_OPTIMIZER for ZeRO-1, sharding=FULL_SHARD for ZeRO-2 and 3"
 _ELSEWHERE = {"dp": _DP, "data_parallel_size": _DP, "zero": _ZERO, "zero_stage": _ZERO}
@@ -87,8 +88,10 @@ def read_layout(texts: list[str], option: str) -> dict[str, Any]:
 
 
 def read_parallel(texts: list[str], option: str) -> ParallelConfig:
-    """Parses a complete layout. Virtual stages imply an interleaved schedule, and tp implies
-    sequence parallelism. Other keys have their defaults."""
+    """Parses a complete layout. Unless they are given, virtual_stages > 1 implies an interleaved
+    schedule, recompute_every implies recompute=every_n, and tp > 1 implies sequence parallelism.
+    Other keys have their defaults.
+    """
     said = read_layout(texts, option)
     if said.get("virtual_stages", 1) > 1:
         said = {"schedule": "interleaved_1f1b", **said}

@@ -1,5 +1,6 @@
 """Looks up names of models, hardware files and frameworks, with the aliases of aliases.toml.
-Suggests similar names for unknown ones. Only complete names match.
+Suggests similar names for unknown ones. Names must match in full, except for case, separators, the
+vendor and, for models, the owner and suffixes such as -instruct.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from parallel3d.tools.arguments import HARDWARE
 
 Kind = Literal["model", "hardware", "framework"]
 _OPTIONS: dict[Kind, str] = {"model": "--model", "hardware": "--gpu", "framework": "--framework"}
-# Suffixes of fine-tuned models, which have the shape of the base model.
+# Suffixes of model variants, which have the same shape.
 _TUNED = re.compile(r"([\s_-]+(instruct|base|chat|hf|it|pt))+\s*$", re.IGNORECASE)
 _ALIASES: dict[str, dict[str, list[str]]] = tomllib.loads(
     Path(__file__).with_name("aliases.toml").read_text()
@@ -32,8 +33,8 @@ _ALIASES: dict[str, dict[str, list[str]]] = tomllib.loads(
 def find_name(kind: Kind, text: str) -> str | None:
     """Returns the project's name for a model, hardware file or framework, or None if it is unknown.
 
-    Hardware can also be given by its CUDA device name, and a model by its name on a hub, with the
-    owner."""
+    Hardware can also be given by its CUDA device name, and a model by its Hugging Face name.
+    """
     found = _by_plain_name(kind)
     own = text.rpartition("/")[2] if kind == "model" else text
     plain = _plain(own)
@@ -90,8 +91,6 @@ def _by_plain_name(kind: Kind) -> dict[str, str]:
 
 
 def _plain(name: str) -> str:
-    """Returns a name in lower case, without separators and vendor, because users write these in
-    different ways.
-    """
+    """Normalizes a name: lower case, without separators and vendor."""
     plain = re.sub(r"[\s_-]+", "", name.lower())
     return plain.removeprefix("nvidia").removeprefix("amd")

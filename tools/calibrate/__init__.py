@@ -1,1 +1,1 @@
-"""`parallel3d-plan calibrate`: measures this machine and writes a hardware file for the planner."""
+"""`parallel3d-plan calibrate`: measures this host for the planner."""

@@ -1,5 +1,6 @@
-"""`parallel3d-plan calibrate`: measures this host and writes a hardware file for the planner. It
-starts local ranks for one world size after another."""
+"""`parallel3d-plan calibrate`: measures this host with local ranks, for one world size after
+another, and writes a hardware file for the planner.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,6 @@ from parallel3d.tools.cli_output import Reply, check_free, write_output
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Measures the host and writes or prints the hardware file."""
     path = options.output
     if path is not None and path.suffix not in (".yaml", ".yml"):
         raise ConfigError(

@@ -1,5 +1,6 @@
 """Converts the measurements of `parallel3d-plan calibrate` into the values of a hardware file
-(`planner.measured`), by differences and slopes. Does not import torch."""
+(`planner.hardware.calibration`), by differences and slopes.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from parallel3d.tools.calibrate.probes import (
 
 Times = Mapping[Probe, float]
 Tree = dict[str, Any]
-ANY = load_cluster("cpu", [HARDWARE])  # A placeholder: only the measured curves are used.
+ANY = load_cluster("cpu", [HARDWARE])  # Placeholder, because only the measured curves are used.
 _LEAST_REST = 0.02  # Minimum fraction of a block's time that is neither matmuls nor attention.
 
 
@@ -50,10 +51,10 @@ def process_tree(kernels: Tree, times: Times, larger: LargerRuns = ON_CPU) -> Tr
         "overhead": vars(overhead),
         "recompute": recompute,
     }
-    # A GPU hides the dispatch behind long kernels.
+    # On a GPU, long kernels hide the dispatch, so it is not subtracted.
     hidden = 1.0 if larger.synchronous else 0.0
-    # The time of a block outside matmuls grows with the memory traffic of its other operators. The
-    # intercept is the time of the weights.
+    # The time of a block outside matmuls and attention grows linearly with the memory traffic of
+    # its other operators. The intercept is the time that depends on the number of weights.
     traffic = []
     rest = []
     for size in (larger.sizes[0], larger.sizes[-1]):
@@ -81,8 +82,9 @@ def process_tree(kernels: Tree, times: Times, larger: LargerRuns = ON_CPU) -> Tr
 
 
 def overheads(times: Times, ranks: int, larger: LargerRuns = ON_CPU) -> Tree:
-    """Returns the results of the probes of `ranks` processes: overheads by axis, and the time of
-    each microbatch of the pipeline."""
+    """Returns the results of probes on `ranks` processes: the overheads of each axis, and the
+    seconds per microbatch of the pipeline.
+    """
     axes = {}
     for axis in dict.fromkeys(probe.axis for probe in times):
         if axis == "pp":
@@ -98,23 +100,24 @@ def overheads(times: Times, ranks: int, larger: LargerRuns = ON_CPU) -> Tree:
 
 
 def together_tree(found: Mapping[str, Any], ranks: int, cores: int, alone: Overhead) -> Tree:
-    """Returns the section of `ranks` simultaneous processes, with times as if each had its own
-    core. `alone` is the overhead of a single process."""
+    """Returns the hardware-file section of `ranks` processes, with times as if each had its own
+    core. `alone` is the overhead of a single process.
+    """
     by_one, by_all = found["contention"]
     shared = max(1.0, ranks / cores) if cores else 1.0
     contention = max(1.0, by_all / by_one / shared)
     slowdown = shared * contention
     axes: dict[str, dict[str, float]] = {}
     for axis, taken in found["axes"].items():
-        # With sharded optimizer states, a rank updates only its own part.
+        # With sharded optimizer states, a rank updates only its shard of the parameters.
         steps = ranks if axis in ("SHARD_OPTIMIZER", "FULL_SHARD") else 1
         base = {**vars(alone), "parameter": alone.parameter / steps}
         axes[axis] = {}
         for name, base_s in base.items():
             axes[axis][name] = max(0.0, taken[name] / slowdown - base_s)
-    # The pipeline has one tiny block per rank. The time of a microbatch beyond blocks, embedding
-    # and head is divided by the actions. With fewer cores than ranks it is the time of all ranks,
-    # else that of the first or last rank.
+    # Each pipeline rank has one tiny block. The microbatch time that blocks, embedding and head do
+    # not explain is divided among the actions, two per rank. If there are fewer cores than ranks,
+    # it is the time of all ranks, else that of the first or last rank.
     each = found["pipeline"] / contention
     if cores and ranks > cores:
         beyond_s = each * cores - ranks * alone.block - alone.microbatch
@@ -137,10 +140,12 @@ def together_tree(found: Mapping[str, Any], ranks: int, cores: int, alone: Overh
 def overhead_of(
     times: Times, axis: str, parameters: float, larger: LargerRuns = ON_CPU
 ) -> Overhead:
-    """Returns the overheads of training.
+    """Returns the overheads of training along an axis.
 
-    A step takes step + layers * layer + microbatches * (microbatch + layers * block). Four runs of
-    tiny models determine these, and two runs of a larger model the time per parameter and step."""
+    A step takes `step + layers * layer + microbatches * (microbatch + layers * block)` seconds.
+    Four runs of tiny models determine these values. Two runs of a larger model determine the time
+    per parameter and step.
+    """
     once = []
     each = []
     for layers in LAYERS:
@@ -157,7 +162,7 @@ def overhead_of(
 
 
 def _over_microbatches(times: Times, probe: Probe) -> tuple[float, float]:
-    """Returns the seconds that a probe takes once per step and per microbatch."""
+    """Returns the seconds of a probe (per step, per microbatch)."""
     steps_s = [times[probe._replace(microbatches=count)] for count in MICROBATCHES]
     return _line(MICROBATCHES, steps_s)
 
@@ -194,6 +199,8 @@ def _kernels(run: PlannedRun, process: Tree) -> Kernels:
 
 
 def _block_s(run: PlannedRun, process: Tree) -> float:
-    """Returns the seconds of a block of the larger model, from the curves only."""
+    """Returns the seconds of a block of the larger model, as estimated from the curves of
+    `process`.
+    """
     block = block_times(run, _kernels(run, process))
     return block.forward_s + block.backward_s

@@ -16,12 +16,12 @@ from parallel3d.tools.calibrate.fit import Tree, together_tree
 Rows = list[list[float]]
 _MOST_CPU_RANKS = 8
 _SHARE = 0.98  # Fraction of GPU memory that a process can use.
-# Assumed, because it cannot be measured on one host.
+# A guess, because one host has no network to measure.
 _NETWORK = {"gb_per_s": 1.0, "latency_us": 500.0, "efficiency": 0.8}
 
 
 def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
-    """Returns the text of the file, from the measurements of each world size."""
+    """Returns the text of the file. `worlds` has the measurements, keyed by world size."""
     alone = worlds[1]
     on_cpu = alone["device"] == "CPU"
     cores = alone["cores"]
@@ -55,8 +55,9 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
 
 
 def _device_tree(alone: Mapping[str, Any], process: Tree, *, sharing: int) -> Tree:
-    """Returns the section of the device. Peaks are the best measured values, so efficiencies are
-    1."""
+    """Returns the `device` section. Peaks are the best measured values, so efficiencies are 1.
+    `sharing` ranks share the memory.
+    """
     peaks = {precision: _best(rows) for precision, rows in process["matmul"].items()}
     bytes_, seconds = process["memory"][-1]
     attention = process["attention"]["bf16"]
@@ -77,7 +78,9 @@ def _best(rows: Rows) -> float:
 
 
 def _node_tree(ranks: Mapping[int, Tree], most: int) -> Tree:
-    """Returns the all-gather of the largest world as a link, for sizes beyond the measured ones."""
+    """Returns the `node` section, for world sizes that were not measured: a fit to the all-gather
+    of the largest world, or a guess if only one process was measured.
+    """
     if not ranks:
         return {"gpus": most, "gb_per_s": 1.0, "latency_us": 300.0, "efficiency": 1.0}
     size = max(ranks)

@@ -1,10 +1,11 @@
-"""Measurements of `parallel3d-plan calibrate` in one process: matmuls, attention and norms by size,
-with the functions of the layers.
+"""Kernel timings of `parallel3d-plan calibrate` in one process: matmuls, attention and a norm, with
+the functions that the layers use.
 
 [Note: on a GPU] A GPU runs one kernel while the host dispatches the next, so a step takes the
-longer of both, not the sum. Dispatch time is therefore not subtracted. Kernels are timed by events,
-behind work that keeps the GPU busy during dispatch. Operands rotate among enough copies to miss the
-cache of the GPU, and attention has enough heads for every multiprocessor."""
+longer of both, not the sum. Dispatch time is therefore not subtracted. Kernels are timed by CUDA
+events, queued behind work that keeps the GPU busy during dispatch. Operands rotate among enough
+copies to miss the cache of the GPU, and attention has enough heads for every multiprocessor.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ Work = Callable[[], object]
 
 
 class _Sizes(NamedTuple):
-    """Sizes to measure: sides of matmuls, keys of attention, and head sizes."""
+    """Sizes to measure: sides of matrices, sequence lengths of attention, and head dimensions."""
 
     sides: tuple[int, ...]
     keys: tuple[int, ...]
@@ -48,8 +49,9 @@ _QUICK = _Sizes((32, 128, 512), (64, 256), (32, 64))
 
 
 def measure_kernels(device: torch.device, *, quick: bool) -> dict[str, Any]:
-    """Returns the sections `matmul`, `attention` and `memory` of a process
-    (`planner.hardware.calibration.OneProcess`)."""
+    """Returns the fields `matmul`, `attention` and `memory` of
+    `planner.hardware.calibration.OneProcess`.
+    """
     wide = narrow = _ON_GPU
     if device.type == "cpu":
         narrow = _QUICK  # CPUs are slow in bf16, so fewer sizes are measured.
@@ -68,8 +70,9 @@ def measure_kernels(device: torch.device, *, quick: bool) -> dict[str, Any]:
 
 
 def best_s(work: Work, device: torch.device, *, round_s: float = 0.005) -> float:
-    """Returns the lowest mean time of a call over two rounds of several calls. On a GPU it is the
-    time of its kernels without gaps."""
+    """Returns the seconds per call of `work`: the smaller of the means of two rounds. On a GPU it
+    is the time of the kernels without gaps.
+    """
     work()
     clock = DeviceClock(device)
     call_s = max(1e-7, clock.seconds(work))
@@ -81,14 +84,15 @@ def best_s(work: Work, device: torch.device, *, round_s: float = 0.005) -> float
 
 
 def _busy(device: torch.device) -> Work:
-    """Returns a call that keeps a GPU busy for some milliseconds."""
+    """Returns a function that keeps a GPU busy for a few milliseconds."""
     x = torch.empty(8192, 8192, device=device, dtype=torch.bfloat16)
     return lambda: [torch.mm(x, x) for _ in range(4)]
 
 
 def _in_turn(make: Callable[[], tuple[Tensor, ...]]) -> Callable[[], tuple[Tensor, ...]]:
-    """Returns a call that returns operands from `make`: always the same on a CPU, on a GPU in
-    rotation among enough copies to exceed the cache."""
+    """Returns a function that returns operands made by `make`. On a CPU they are always the same.
+    On a GPU they rotate among enough copies (at most 64) to exceed the cache.
+    """
     first = make()
     copies = [first]
     if first[0].is_cuda:
@@ -104,11 +108,12 @@ def _swept(
     points: Sequence[Point],
     works: Callable[[int, int], Sequence[Work]],
 ) -> dict[Point, list[float]]:
-    """Returns the lowest seconds of the works of each point.
+    """Returns the shortest time in seconds of each work at each point except the first.
 
-    On a CPU the times of the first, tiny point, which are dispatch, are subtracted (on a GPU:
-    [Note: on a GPU]). All points are measured in each pass, so a short disturbance affects only one
-    pass of a few points."""
+    The first point is tiny, so its time is dispatch. On a CPU it is subtracted from the others (on
+    a GPU: [Note: on a GPU]). All points are measured in each pass, so a short disturbance affects
+    only one pass of a few points.
+    """
     found: dict[Point, list[float]] = {}
     for _ in range(_PASSES):
         for point in points:
@@ -126,7 +131,7 @@ def _swept(
 
 @torch.no_grad()
 def _matmul(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> Rows:
-    """Returns rows [side, depth, FLOP/s] of the matmul of a linear layer."""
+    """Returns rows [side, depth, FLOP/s] of linear layers with input and weight [side, depth]."""
 
     def works(side: int, depth: int) -> list[Work]:
         def make() -> tuple[Tensor, Tensor]:
@@ -145,8 +150,9 @@ def _matmul(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> Rows:
 
 
 def _attention(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> dict[str, Rows]:
-    """Returns rows [keys, head dim, FLOP/s] of causal attention. Half of 4 (forward) and 10
-    (backward) operations count per query, key and feature of a head."""
+    """Returns rows [keys, head dim, FLOP/s] of causal attention. Per query, key and head feature,
+    the forward pass has 4 operations and the backward pass 10. The causal mask halves both.
+    """
     heads = _HEADS[device.type]
 
     def works(length: int, depth: int) -> list[Work]:
@@ -183,7 +189,7 @@ def _attention(device: torch.device, dtype: torch.dtype, sizes: _Sizes) -> dict[
 
 @torch.no_grad()
 def _memory(device: torch.device) -> Rows:
-    """Returns [bytes, seconds] of a large norm, which reads and writes memory."""
+    """Returns a row [bytes moved, seconds] of a large RMSNorm, whose speed is bound by memory."""
     norm = RMSNorm(_FEATURES, tp=ParallelContext(device=device))
     norm.weight.fill_(1.0)
 

@@ -1,8 +1,9 @@
-"""Measurements of `parallel3d-plan calibrate` between ranks: collectives of the layers, messages of
-the pipeline, and mutual slowdown of ranks.
+"""Measurements of `parallel3d-plan calibrate` between ranks: collectives of layers, messages
+between pipeline stages, and the slowdown of ranks that run at the same time.
 
-All use the functions of training. Small messages between processes of a host use shared memory,
-others use gloo or NCCL."""
+They use the functions of training. Small messages within a host use shared memory, others gloo or
+NCCL.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +34,7 @@ _ROUNDS = 5
 def measure_collectives(
     world_size: int, device: torch.device, sizes: Sequence[int]
 ) -> dict[str, Rows]:
-    """Returns rows [bytes of the full tensor, seconds] of each kind of collective over all
-    ranks."""
+    """Returns rows [bytes of the full tensor, seconds], keyed by the kind of collective."""
     mesh = build_mesh(ParallelConfig(tp=world_size), device.type)
     axis = Axis.of(mesh[Role.SPLIT_TENSORS])
     found: defaultdict[str, Rows] = defaultdict(list)
@@ -58,8 +58,9 @@ def measure_collectives(
 
 
 def together_s(work: Callable[[], object], device: torch.device, *, round_s: float = 0.01) -> float:
-    """Returns the seconds of a call that all ranks make at once: the lowest of several rounds, each
-    of its slowest rank. The slowest rank decides the number of calls per round."""
+    """Returns the seconds per call if all ranks call `work` at once: those of the slowest rank in
+    the fastest round.
+    """
     clock = DeviceClock(device)
     work()
     call_s = _largest(clock.seconds(work, 2), device)
@@ -114,8 +115,9 @@ def measure_transfers(world_size: int, device: torch.device, sizes: Sequence[int
 
 
 def measure_contention(device: torch.device) -> tuple[float, float]:
-    """Returns the seconds of a block's forward and backward pass on one rank while the others wait,
-    and on all ranks at once."""
+    """Returns the seconds of a forward and backward pass of a one-layer model: on one rank while
+    the others wait, and on all ranks at once. Both are those of the slowest rank.
+    """
     larger = LargerRuns.on(device.type)
     model = Llama(larger.model, device=device)
     seq, _ = larger.sizes[1]

@@ -1,8 +1,9 @@
-"""Training runs of `parallel3d-plan calibrate`.
+"""Training runs that `parallel3d-plan calibrate` times. They use the real trainer.
 
-Tiny models with two depths and two numbers of microbatches determine the overheads besides kernels,
-because the time of a step is linear in both. Larger models determine the time per parameter and
-element. The real trainer runs them."""
+Tiny models with two depths and two numbers of microbatches determine the overheads outside kernels,
+because the time of a step is linear in both. A larger model determines the times per parameter and
+per element.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ MICROBATCHES = (2, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class LargerRuns:
-    """Runs of the larger model on a kind of device. Its sizes separate the time per element from
+    """Runs of the larger model on a type of device. Its sizes separate the time per element from
     the time per weight.
 
     On a GPU, which is not `synchronous`, a step takes the longer of kernels and dispatch. These
@@ -77,7 +78,7 @@ ON_GPU = LargerRuns(
 
 
 class Probe(NamedTuple):
-    """A run to time, as a key of the results."""
+    """A training run to time, and the key of its result."""
 
     axis: str
     model: ModelConfig
@@ -141,12 +142,11 @@ def probes(world_size: int, larger: LargerRuns = ON_CPU) -> dict[Probe, Recipe]:
 
 
 def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int) -> list[float]:
-    """Returns the lowest seconds of a step of each recipe over several rounds. Every rank of the
-    world calls it.
+    """Returns the shortest step time of each recipe in seconds. Every rank must call it.
 
     Each round runs all recipes, so a short disturbance of the machine affects one round of a few
     recipes only."""
-    # One mesh serves all recipes of the same sizes. Each gloo group has a thread that wakes 100
+    # Recipes with the same axis sizes share a mesh. Each gloo group has a thread that wakes 100
     # times per second. With the groups of forty meshes, a small step with four ranks on two cores
     # took 40% longer.
     meshes: dict[str, DeviceMesh] = {}
@@ -166,8 +166,9 @@ def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int)
 
 
 def _step(recipe: Recipe, device: torch.device, mesh: DeviceMesh) -> Callable[[], object]:
-    """Returns a call of one training step. All ranks of a data-parallel rank draw the same
-    tokens."""
+    """Returns a function that trains one step. Ranks with the same data-parallel rank use the same
+    tokens.
+    """
     trainer = Trainer(
         recipe, mesh=mesh, device=device, model_class=Llama, gpu_bytes=gpu_bytes(device)
     )

@@ -1,4 +1,4 @@
-"""Measurements of one rank of `parallel3d-plan calibrate`."""
+"""Measurements that each rank of `parallel3d-plan calibrate` makes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ from parallel3d.tools.calibrate.links import (
 from parallel3d.tools.calibrate.probes import LargerRuns, Probe, probes, time_probes
 from parallel3d.tools.local_ranks import own_device
 
-# Sizes in bytes. The smallest can still be divided over a few ranks.
+# Sizes of full tensors in bytes. The smallest has four rows, so that four ranks can share it.
 _COLLECTIVES = [2**n for n in range(12, 25, 2)]
 _TRANSFERS = [2**n for n in range(10, 23, 3)]
 
 
 def measure(device_type: str, quick: bool) -> dict[str, Any]:
-    """Measures on every rank, in seconds. A single process is measured with one thread and with one
-    thread per core."""
+    """Returns the measurements of this rank. Every rank must call it. A single CPU process is
+    measured with one thread and with one thread per core.
+    """
     device = own_device(device_type)
     size = dist.get_world_size()
     larger = LargerRuns.on(device_type)
@@ -54,7 +55,6 @@ def measure(device_type: str, quick: bool) -> dict[str, Any]:
 
 
 def _host(device: torch.device) -> dict[str, Any]:
-    """Returns the name and memory of a device, and the number of multiprocessors of a GPU."""
     version = str(torch.__version__)
     if device.type == "cpu":
         pages = os.sysconf("SC_PHYS_PAGES")

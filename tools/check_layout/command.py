@@ -22,8 +22,8 @@ from parallel3d.tools.cli_output import exit_status
 if TYPE_CHECKING:
     from parallel3d.tools.check_layout.compare import LayoutComparison
 
-# Maximum number of processes on one machine. A smaller layout with the same axes shows the same
-# faults.
+# Maximum number of processes of a check. A layout with size 2 along each axis shows the same faults
+# as a larger one.
 _MOST_RANKS = 16
 _EPILOG = """\
 examples:
@@ -44,7 +44,6 @@ exit status:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status."""
     return exit_status(arguments, _run)
 
 
@@ -108,8 +107,9 @@ def _check_recipe(options: argparse.Namespace) -> LayoutComparison:
 
 
 def _check_model(options: argparse.Namespace) -> LayoutComparison:
-    """Compares the models that a function builds. Only data-parallel and tensor-parallel axes can
-    be set, because such a model does not have stages."""
+    """Compares the models that a function builds for a layout and for one process. Only
+    data-parallel and tensor-parallel axes can be set, because the model has no pipeline stages.
+    """
     settings = [options.recipe, *options.overrides] if options.recipe else []
     found = [re.fullmatch(r"parallel\.(dp_replicate|dp_shard|tp)=([1-9]\d*)", s) for s in settings]
     axes: dict[str, Any] = {each[1]: int(each[2]) for each in found if each}
@@ -127,7 +127,7 @@ def _check_model(options: argparse.Namespace) -> LayoutComparison:
     sizes = {"layers": options.layers, "hidden": options.hidden, "vocab": options.vocab or VOCAB}
     given = {name: size for name, size in sizes.items() if size is not None}
     job = ModelCheck(options.model, parallel, given, options.steps)
-    load_builder(job)  # Errors in the function's name appear before any process starts.
+    load_builder(job)  # Report errors before any process starts.
     alone = run_ranks(record_model, replace(job, parallel=ParallelConfig()), world_size=1)
     return compare(alone, run_ranks(record_model, job, world_size=parallel.world_size))
 

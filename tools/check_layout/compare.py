@@ -1,6 +1,4 @@
-"""Compares two records of training, from one process and from a layout: the first difference, and
-the largest difference of each kind. It works on arrays only and does not import torch.
-"""
+"""Compares the training records of one process and of a layout."""
 
 from __future__ import annotations
 
@@ -17,9 +15,9 @@ from parallel3d.tools.check_layout.data import Array, TrainingRecord, Views
 
 What = Literal["initial weight", "output", "loss", "gradient", "gradient norm", "parameter"]
 
-# Limits relative to the largest entry, or for parameters to the largest update. Correct layouts
-# differ by up to 1e-6 (losses and norms 2e-7, parameters 1e-4), because sums are in another order.
-# The mildest fault in the tests changes a norm by 1.5e-4.
+# Largest allowed differences, relative to a tensor's largest entry, or for parameters to the
+# largest update. Correct layouts differ by up to 1e-6 (losses and norms 2e-7, parameters 1e-4),
+# because they sum in a different order. The mildest fault in the tests changes a norm by 1.5e-4.
 LIMITS: dict[What, float] = {
     "initial weight": 1e-6,
     "output": 1e-4,
@@ -28,12 +26,13 @@ LIMITS: dict[What, float] = {
     "gradient norm": 2e-6,
     "parameter": 1e-2,
 }
-# Tensors smaller than this fraction of the largest tensor of their kind are compared relative to
-# that fraction.
+# Differences of very small tensors are relative to this fraction of the largest entry or update of
+# any tensor.
 _FLOOR = 1e-3
+# Tolerated rounding, relative to a parameter's largest entry.
 _ROUNDING = 4 * float(np.finfo(np.float32).eps)
 
-# Usual causes, keyed by the first kind that differs.
+# Usual causes, keyed by the first kind of value that differs.
 _CAUSES: dict[What, str] = {
     "initial weight": (
         "weights are initialized with the shape of a rank's shard, or from a generator that "
@@ -60,18 +59,19 @@ _CAUSES: dict[What, str] = {
     ),
 }
 
-Sizes = dict[str, dict[int, float]]  # Size of the difference, keyed by name and then by rank.
+Sizes = dict[str, dict[int, float]]  # Relative differences, keyed by name and then by rank.
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference. `name` is the name of a parameter, or of a module for an output. It is
-    empty for a loss or norm."""
+    """The first difference above its limit. `name` is that of a parameter or, for an output, of a
+    module. It is empty for a loss or gradient norm.
+    """
 
-    step: int  # Step of the difference. 0: before training.
+    step: int  # Step of the difference, counted from 1. 0: before training.
     what: What
     name: str
-    size: float  # Relative size. inf: a tensor is missing or not finite.
+    size: float  # Relative size. inf: missing, not finite, or of a different shape.
     ranks: tuple[int, ...]
     causes: tuple[str, ...]
 
@@ -88,7 +88,7 @@ class LayoutComparison:
 
 
 def compare(alone: TrainingRecord, layout: TrainingRecord) -> LayoutComparison:
-    """Compares step by step, and within a step in the order of computation."""
+    """Compares two records step by step, and each step in the order of computation."""
     largest = dict.fromkeys(LIMITS, 0.0)
     first: Difference | None = None
     for step, what, sizes in _sizes_of_all(alone, layout):
@@ -121,12 +121,11 @@ def _sizes_of_all(
                     outputs.setdefault(name, {})[rank] = _distance(array, part, scale)
         yield step, "output", outputs
         yield step, "loss", _of_numbers(ours.loss, reference.loss)
-        # A parameter with a gradient only in the layout, such as a frozen one, must have a zero
-        # gradient.
+        # A gradient that exists only in the layout, such as that of a frozen parameter, must be
+        # zero.
         wanted = {name: {0: np.zeros_like(_any(views))} for name, views in ours.gradients.items()}
         gradients = _sizes(wanted | reference.gradients, ours.gradients)
-        # In the order of the backward pass, so that the difference nearest to its cause comes
-        # first.
+        # Backward order, so that the first difference is the closest to its cause.
         yield step, "gradient", dict(reversed(gradients.items()))
         yield step, "gradient norm", _of_numbers(ours.grad_norm, norm_of(ours.gradients))
         yield step, "parameter", _sizes(reference.parameters, ours.parameters, before)
@@ -134,7 +133,7 @@ def _sizes_of_all(
 
 
 def _gradient_pattern(wanted: Mapping[int, Array], views: Mapping[int, Array]) -> list[str]:
-    """Returns a sentence about an obvious error in the gradient of a parameter."""
+    """Describes a typical error that a parameter's gradient shows, if any."""
     if not wanted or not views:
         return ["only one side has a gradient for it: it is frozen, or not connected to the loss"]
     if len({id(view) for view in views.values()}) > 1:
@@ -151,8 +150,10 @@ def _gradient_pattern(wanted: Mapping[int, Array], views: Mapping[int, Array]) -
 
 
 def _sizes(reference: Views, ours: Views, before: Views | None = None) -> Sizes:
-    """Returns the distance of each rank's view from the reference, relative to its largest entry.
-    With `before`, it is relative to the largest change since then, beyond rounding."""
+    """Returns the largest difference of each rank's view from the reference, relative to the
+    largest entry of the reference. With `before`, it is relative to the largest change since
+    `before`, and rounding of the reference is subtracted.
+    """
     scales = {}
     for name, views in reference.items():
         scales[name] = _largest(views[0] - before[name][0] if before else views[0])
@@ -168,7 +169,6 @@ def _sizes(reference: Views, ours: Views, before: Views | None = None) -> Sizes:
 
 
 def norm_of(gradients: Views) -> float:
-    """Returns the norm of all gradients together."""
     squares = [np.square(_any(views), dtype=np.float64).sum() for views in gradients.values()]
     return math.sqrt(sum(squares))
 
@@ -181,9 +181,10 @@ def _of_numbers(ours: float, reference: float) -> Sizes:
 def expected_part(
     full: Array, shape: tuple[int, ...], rank: int, parallel: ParallelConfig
 ) -> Array | None:
-    """Returns the part of the output of one process that `rank` should have: the batch of its
-    data-parallel rank, and along each other dimension everything or the shard of its tp rank.
-    Returns None if the shapes are ambiguous."""
+    """Returns the part of a single-process output that `rank` should have: the batch of its
+    data-parallel rank, and in each other dimension all entries or the shard of its tp rank. Returns
+    None if `shape` matches neither.
+    """
     shards = parallel.axes[Role.SPLIT_TENSORS]
     shard = parallel.coordinates(rank)._asdict()[Role.SPLIT_TENSORS]
     if len(shape) != full.ndim or shape[0] * parallel.dp != full.shape[0]:

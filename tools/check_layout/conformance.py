@@ -1,4 +1,4 @@
-"""The conformance test of a model: trains its reduced recipe in many layouts and in one process.
+"""Conformance test for a model: trains its reduced recipe in many layouts and in one process.
 
 from parallel3d.tools.check_layout.conformance import assert_conforms
 
@@ -28,8 +28,7 @@ from parallel3d.tools.check_layout.report import describe
 from parallel3d.tools.check_layout.shrink import shrink
 from parallel3d.tools.local_ranks import run_ranks
 
-# Tensors are compared in the first two steps, losses and norms in all steps.
-STEPS, WHOLE_STEPS = 20, 2
+STEPS, WHOLE_STEPS = 20, 2  # Tensors are compared in the first two steps.
 # (step, name, index in the curve: 0 for loss and 1 for norm, relative tolerance)
 _CURVE = (
     (0, "loss of the first step", 0, 1e-6),
@@ -62,7 +61,7 @@ def assert_conforms(
 ) -> str:
     """Checks that a model trains the same in every layout, with its recipe reduced in size.
 
-    The model is trained in float32 on the CPU with plain PyTorch, in one process, and in each
+    Trains in float32 on the CPU: with plain PyTorch, with the trainer in one process, and in each
     layout.
 
     Args:
@@ -70,7 +69,7 @@ def assert_conforms(
         layouts: Layouts to check, as keys of `parallel:`. Default: ten layouts of up to 8
             processes.
         most_processes: Maximum number of processes. Larger layouts are left out.
-        run: Function that starts the processes.
+        run: Function that starts the processes, with the arguments of `run_ranks`.
 
     Returns:
         Report with one line per layout.
@@ -123,7 +122,7 @@ def assert_conforms(
 
 
 def _small(recipe: Recipe) -> Recipe:
-    """Returns the recipe for one process, with sizes that all layouts divide."""
+    """Returns the reduced recipe for one process, with sizes that all of `LAYOUTS` divide."""
     divisible = replace(
         recipe,
         parallel=ParallelConfig(microbatch_size=MICROBATCH, tp=2),
@@ -136,8 +135,9 @@ def _small(recipe: Recipe) -> Recipe:
 
 
 def _differences(reference: TrainingRecord, record: TrainingRecord) -> Iterator[str]:
-    """Yields the differences of a layout. If tensors differ, only the difference nearest to its
-    cause."""
+    """Yields lines on the differences of a layout. Of tensors that differ, describes only the
+    first.
+    """
     held = sum(next(iter(views.values())).size for views in record.initial.values())
     if not reference.parameter_count == record.parameter_count == held:
         yield (

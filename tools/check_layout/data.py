@@ -1,4 +1,4 @@
-"""Recorded values of a few training steps, as plain arrays."""
+"""Recorded values of a few training steps, as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ Views = dict[str, dict[int, Array]]
 
 @dataclass
 class StepRecord:
-    """One step of training. `activations` are each rank's own shards, for all its microbatches."""
+    """Values of one training step. `activations` has each rank's own shards, with its microbatches
+    concatenated. All other tensors are full ones.
+    """
 
     loss: float
     grad_norm: float
@@ -28,8 +30,9 @@ class StepRecord:
 
 @dataclass
 class TrainingRecord:
-    """Record of a run: its layout, the initial weights, the weights with noise at the start, and
-    the steps."""
+    """Record of a run: its layout, the initial weights, the same with noise at the start, and the
+    steps whose tensors were kept.
+    """
 
     parallel: ParallelConfig
     initial: Views = field(default_factory=dict)

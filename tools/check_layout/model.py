@@ -1,10 +1,12 @@
-"""Trains a few steps of a model from a function, with plain torch: `--model module:function`.
+"""`--model module:function`: trains a few steps of the model that a function builds, with plain
+torch.
 
-The function is called with the mesh (axes pp of size 1, dp_replicate, dp_shard, tp), or None for
-one process, with `vocab`, and with the options `layers` and `hidden` if given. The returned module
+The function gets the mesh (axes pp, of size 1, dp_replicate, dp_shard and tp), or None in one
+process. Its keyword arguments are `vocab` and, if given, `layers` and `hidden`. The returned module
 maps ids [B, S] to logits [B, S, V], to this rank's shard [B, S, V / tp], or to an object with the
 attribute `logits`. After the backward pass of this rank's mean loss, gradients must be means over
-the data-parallel ranks, as DDP and `fully_shard` leave them."""
+the data-parallel ranks, as DDP and `fully_shard` leave them.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,14 @@ from parallel3d.tools.check_layout.record import (
 from parallel3d.tools.check_layout.report import layout_name
 from parallel3d.tools.check_layout.shrink import EPS, SEQ_LEN
 
-BATCH = 8  # Sequences per step, or one per data-parallel rank if there are more ranks.
+BATCH = 8  # Sequences per step, rounded up to a multiple of the data-parallel ranks.
 _LR = 1e-3
 _SEED = 0
 
 
 @dataclass(frozen=True)
 class ModelCheck:
-    """The model to build, and the number of steps to train it."""
+    """The model to build, its layout, and the number of steps to train."""
 
     target: str  # module:function
     parallel: ParallelConfig
@@ -55,8 +57,7 @@ class ModelCheck:
 
 
 def record_model(job: ModelCheck) -> TrainingRecord:
-    """Trains on every rank of the default group. The record is complete only on rank 0. One process
-    gets no mesh."""
+    """Trains the model and records the steps. Collective; only the record of rank 0 is complete."""
     parallel = job.parallel
     mesh = build_mesh(parallel, "cpu") if parallel.world_size > 1 else None
     build = load_builder(job)
@@ -77,8 +78,9 @@ def record_model(job: ModelCheck) -> TrainingRecord:
     first = own_batch * dp_rank(parallel, dist.get_rank())
 
     def train_step(step: int, is_whole: bool) -> TrainedStep:
-        """Trains on the batch share of this data-parallel rank. The loss is the mean over all
-        ranks."""
+        """Trains on this data-parallel rank's share of the batch. Returns the mean loss over all
+        ranks.
+        """
         generator = torch.Generator().manual_seed(_SEED + step)
         shape = (own_batch * parallel.dp, SEQ_LEN + 1)
         vocab = job.options["vocab"]
@@ -107,8 +109,9 @@ def record_model(job: ModelCheck) -> TrainingRecord:
 
 
 def load_builder(job: ModelCheck) -> Callable[[DeviceMesh | None], nn.Module]:
-    """Returns the function of the job with its options bound. Raises ConfigError if the function
-    does not exist or does not accept an option."""
+    """Imports the function of the job and binds its options. Raises ConfigError if the function
+    does not exist or does not accept an option.
+    """
     module, _, name = job.target.partition(":")
     sys.path.insert(0, os.getcwd())
     try:

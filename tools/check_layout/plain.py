@@ -1,9 +1,11 @@
-"""The reference of a recipe: its unsharded model, trained in one process with plain PyTorch.
+"""The reference for a layout: the recipe's unsharded model, trained in one process with plain
+PyTorch.
 
 It shares the model class, the initial weights, the batches and the learning rate with the checked
 layout. The training loop, the loss, the gradient accumulation and the optimizer are those of
 PyTorch. A fault of the trainer, the pipeline or the sharding therefore shows as a difference. A
-fault in the layers of the model does not if it is the same in every layout."""
+fault in the model's layers does not show if it is the same in every layout.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ from parallel3d.training.learning_rate import learning_rate
 
 
 def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingRecord:
-    """Trains in one process and records the same values as `record.record_recipe` does for a
-    layout. Each global batch is one microbatch."""
+    """Trains a recipe in one process and records the same values as `record.record_recipe` does.
+    Each global batch is one microbatch.
+    """
     train = recipe.train
     sizes = recipe.model
     config = recipe.optimizer
@@ -85,7 +88,7 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
         gradients = gradients_of(parameters) if is_whole else {}
         limit = float("inf") if train.grad_clip is None else train.grad_clip
         norm = nn.utils.clip_grad_norm_(model.parameters(), limit)
-        # Muon of torch rounds to bfloat16.
+        # torch.optim.Muon would compute in bfloat16.
         with mock.patch.object(Tensor, "bfloat16", Tensor.double):
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 optimizer.step()
@@ -99,7 +102,9 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
 def plain_optimizers(
     model: nn.Module, config: OptimizerConfig, matrices: Sequence[nn.Parameter]
 ) -> list[torch.optim.Optimizer]:
-    """Returns torch optimizers at the peak learning rate. Muon updates `matrices`."""
+    """Returns torch optimizers with the peak learning rate. Muon updates `matrices`, AdamW the
+    other parameters.
+    """
     config = config.resolved
     if config.name == "muon":
         taken = set(matrices)
@@ -125,8 +130,7 @@ def plain_optimizers(
 def parameter_groups(
     parameters: Iterable[nn.Parameter], config: OptimizerConfig
 ) -> list[dict[str, object]]:
-    """Returns parameter groups for torch: matrices with weight decay, then norms and biases
-    without."""
+    """Returns torch parameter groups: matrices with weight decay, norms and biases without."""
     matrices: list[nn.Parameter] = []
     norms: list[nn.Parameter] = []
     for parameter in parameters:
@@ -140,7 +144,6 @@ def parameter_groups(
 
 
 def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Returns AdamW with a constant peak learning rate."""
     parameters = list(parameters)
     is_on_gpu = any(parameter.is_cuda for parameter in parameters)
     return torch.optim.AdamW(
@@ -148,7 +151,7 @@ def adamw(parameters: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.
         lr=config.lr,
         betas=config.betas,
         eps=config.eps,
-        # The fused kernel is the fastest on GPUs, and not on CPUs.
+        # The fused kernel is the fastest on GPUs, but not on CPUs.
         fused=is_on_gpu,
         foreach=not is_on_gpu,
     )

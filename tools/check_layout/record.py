@@ -1,7 +1,8 @@
-"""Records values of a few training steps on the ranks of one process or a layout.
+"""Records the tensors, losses and norms of a few training steps in one process or in a layout.
 
-Tensors are global: each rank assembles the full tensor, and rank 0 keeps the view of every rank.
-Copies that should agree but do not are thus found."""
+Each rank assembles full parameters and gradients, and rank 0 keeps the view of every rank. A
+comparison can therefore find replicas that differ.
+"""
 
 from __future__ import annotations
 
@@ -32,19 +33,21 @@ from parallel3d.torch_private import is_in_backward
 from parallel3d.training.trainer import Trainer
 from parallel3d.training.worker import training_loader
 
-JITTER = 0.02  # Noise added to every weight, because zero biases and unit scales would hide faults.
+# Standard deviation of the noise added to weights. Zero biases and unit scales would hide faults.
+JITTER = 0.02
 
 
 TrainedStep = tuple[float, float, Views]  # (loss, gradient norm, gradients)
 
 
 def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRecord:
-    """Trains on every rank of the default group. The record is complete only on rank 0.
+    """Trains a recipe and records the steps. Collective; only the record of rank 0 is complete.
 
-    Batches contain random token IDs, and the data of the recipe is not read. Tensors are kept for
-    the first `whole_steps` steps (None: all), losses and norms for all steps. Some code paths
-    depend on sizes, and the small model is made to use those of a large one: fused gradients and a
-    loss that overwrites the logits. Every second step computes the loss in chunks."""
+    Batches contain random token IDs instead of the recipe's data. Tensors are kept for the first
+    `whole_steps` steps (None: all), losses and norms for all steps. The small model is forced to
+    use code paths that normally only large models use: fused weight gradients and a loss that
+    overwrites the logits. Every second step computes the loss in chunks.
+    """
     train = recipe.train
     mesh = build_mesh(recipe.parallel, "cpu")
     model = model_class(recipe.model.architecture)
@@ -64,8 +67,7 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
         gradients: list[tuple[str, Tensor]] = []
 
         def keep(parameter: LocalParameter) -> None:
-            """Copies the gradient between the norm and the clipping. It is scaled or dropped
-            next."""
+            """Copies a gradient before it is scaled and clipped."""
             grad = parameter.local.grad
             if grad is not None:
                 copy = parameter.part.distributed(grad.clone())
@@ -85,8 +87,9 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
 
 
 def random_batches(recipe: Recipe) -> BatchLoader:
-    """Returns batches of random IDs for this data-parallel rank, with document borders if the
-    recipe masks documents."""
+    """Returns a loader of random token IDs for this data-parallel rank, with document borders if
+    the recipe masks documents.
+    """
     train = recipe.train
     generator = np.random.default_rng(train.seed)
     length = train.steps * train.global_batch_size * train.seq_len + 1
@@ -102,11 +105,12 @@ def random_batches(recipe: Recipe) -> BatchLoader:
 def start_record(
     parallel: ParallelConfig, tensors: Sequence[tuple[str, Tensor]], seed: int
 ) -> TrainingRecord:
-    """Records the initial parameters and adds noise to them. Training starts from the result, which
-    is recorded too."""
+    """Records the initial parameters, adds noise to them, and records the result. Training starts
+    there.
+    """
     initial = collect(tensors)
     for name, tensor in tensors:
-        # The noise of the full tensor depends only on its name, so it is the same in every layout.
+        # The noise depends only on the seed and the name, so all layouts get the same.
         key = f"jitter/{seed}/{name}".encode()
         digest = hashlib.blake2b(key, digest_size=7).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
@@ -124,12 +128,13 @@ def record_steps(
     steps: int,
     whole_steps: int | None = None,
 ) -> None:
-    """Records each step of training.
+    """Trains `steps` steps and records them.
 
-    `train_step` gets the index of the step, and True if it is one of the first `whole_steps`, whose
-    tensors are kept. `tensors` are the parameters. The outputs of each module with parameters are
-    recorded as one batch of all microbatches, if their shapes agree. Recomputed forward passes are
-    left out, and so are heads that leave their matmul to the loss."""
+    `train_step` gets the step's index, and True if the step's tensors are kept: in the first
+    `whole_steps` steps (None: all). `tensors` are the parameters. The outputs of a module with
+    parameters are recorded for all microbatches, concatenated, if they have the same shape.
+    Recomputed forward passes and heads that leave their matmul to the loss are left out.
+    """
     outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 
     def keep(name: str, module: nn.Module, inputs: object, output: object) -> None:
@@ -169,13 +174,14 @@ def record_steps(
 
 
 def plain_name(name: str) -> str:
-    """Returns a parameter name without the parts that DDP and activation checkpointing add."""
+    """Returns a parameter name without the prefixes that DDP and activation checkpointing add."""
     return name.removeprefix("module.").replace("_checkpoint_wrapped_module.", "")
 
 
 def collect(tensors: Iterable[tuple[str, Tensor]]) -> Views:
-    """Returns, on rank 0, each rank's view of the tensors as global arrays. Equal views share an
-    array. Returns nothing on other ranks."""
+    """Gathers each rank's view of the full tensors on rank 0, as arrays. Ranks with equal views
+    share an array. Returns an empty dict on other ranks.
+    """
     mine = {name: whole(tensor).cpu().numpy() for name, tensor in tensors}
     everyone = None
     if dist.get_rank() == 0:
@@ -191,13 +197,12 @@ def collect(tensors: Iterable[tuple[str, Tensor]]) -> Views:
 
 
 def gradients_of(parameters: Iterable[tuple[str, Tensor]]) -> Views:
-    """Returns `collect` of all existing gradients."""
     return collect((name, p.grad) for name, p in parameters if p.grad is not None)
 
 
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
-    """Returns a copy of the global tensor. For a DTensor, every rank of its mesh must call it."""
+    """Returns a copy of the full tensor. For a DTensor, every rank of its mesh must call it."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()
     return tensor.detach().clone()
@@ -205,7 +210,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def put(tensor: Tensor, value: Tensor) -> None:
-    """Writes a global value to this rank's shard of a parameter."""
+    """Writes this rank's shard of the full tensor `value` to a parameter."""
     if isinstance(tensor, DTensor):
         value = local_tensor(shard_like(value, tensor))
     local_tensor(tensor.detach()).copy_(value)

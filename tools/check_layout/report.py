@@ -1,4 +1,4 @@
-"""The result of a comparison as text or as one JSON object."""
+"""Formats the result of a comparison as text or as one JSON object."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def as_text(comparison: LayoutComparison) -> str:
 
 
 def layout_name(parallel: ParallelConfig) -> str:
-    """Returns the axes of a layout, as in `pp 2 x tp 2`."""
+    """Names a layout by its axes of size > 1, for example `pp 2 x tp 2`."""
     sizes = [f"{axis} {size}" for axis, size in parallel.axes.items() if size > 1]
     return " x ".join(sizes) or "one process"
 

@@ -1,5 +1,6 @@
-"""Reduces a recipe to a size that trains in seconds on a CPU. The layout, and the divisibility that
-it needs, stay the same."""
+"""Reduces a recipe to a size that trains in seconds on a CPU. Its layout stays the same, and sizes
+stay divisible as the layout requires.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from parallel3d.config.rules import validate
 SEQ_LEN = 16
 VOCAB = 264
 STEPS = 3
-# Epsilon of AdamW. With the usual 1e-8 a gradient that is zero except for rounding changes a weight
-# by the full learning rate.
+# Epsilon of AdamW and Muon. With the usual 1e-8, a gradient that is only rounding error would
+# change a weight by the full learning rate.
 EPS = 1e-3
 
 
@@ -22,15 +23,16 @@ def shrink(
     """Returns the recipe in float32 on the CPU with a smaller model and batch, and at least one
     layer per pipeline stage.
 
-    Sizes stay divisible as tp, dp and the schedule require. A vocabulary that tp does not divide
-    stays so. Raises ConfigError if the layout is invalid."""
+    Sizes stay divisible as tp, dp and the schedule require. A vocabulary size that tp does not
+    divide stays indivisible. Raises ConfigError if the layout is invalid.
+    """
     parallel = recipe.parallel
     train = recipe.train
     # Number of tensor-parallel shards of a layer.
     shards = parallel.world_size // (parallel.dp * parallel.pp)
     microbatches = max(1, min(recipe.microbatches, 2 * parallel.pp))
     microbatch_size = min(parallel.microbatch_size, 2)
-    # All in float32, because bf16 would amplify rounding differences of a gradient.
+    # Everything is float32, because bf16 would amplify the rounding differences of gradients.
     optimizer = replace(recipe.optimizer, warmup_steps=0, decay_steps=None, state_dtype=None)
     if optimizer.name == "muon":
         optimizer = replace(optimizer, ns_dtype="fp32")
@@ -39,7 +41,7 @@ def shrink(
     small = replace(
         recipe,
         model=_shrink_model(recipe.model, max(layers or 2, parallel.stages), hidden or 64, shards),
-        # `stage_boundaries` counts the layers of the full model.
+        # stage_boundaries refers to the layers of the full model.
         parallel=replace(parallel, microbatch_size=microbatch_size, stage_boundaries=None),
         train=replace(
             train,
@@ -69,8 +71,9 @@ def shrink(
 
 
 def _shrink_model(model: ModelConfig, layers: int, hidden: int, shards: int) -> ModelConfig:
-    """Returns a smaller model whose layers have `shards` shards. Grouped-query heads stay grouped,
-    at most by two."""
+    """Returns a smaller model whose layers can have `shards` shards. Key-value heads serve at most
+    two query heads each, or as many as before if `shards` would not divide the query heads.
+    """
     group = min(model.heads // model.key_value_heads, 2)
     kv_heads = min(model.key_value_heads, max(shards, 2))
     if kv_heads * group % shards:

@@ -1,5 +1,6 @@
 """`parallel3d-checkpoint ls`, `inspect` and `verify`: lists the checkpoints of a run, describes
-one, and checks every byte. They do not import torch or change files."""
+one, and checks every byte. They neither import torch nor change files.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from parallel3d.config.yaml_text import read_settings, shown
 from parallel3d.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from parallel3d.tools.cli_output import Reply
 
-# Maximum number of tensors of a damaged file to print. The JSON object has all.
+# Maximum number of tensors to print per damaged file. The JSON output lists all.
 _SHOWN_TENSORS = 10
 # Name of a checkpoint, or of a folder that was set aside.
 _STEP = re.compile(r"step_(\d{8,})(?:\.(partial|replaced|dropped|damaged|abandoned))?")
@@ -37,15 +38,15 @@ _STEP = re.compile(r"step_(\d{8,})(?:\.(partial|replaced|dropped|damaged|abandon
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointEntry:
-    """A row of `ls`: a checkpoint, or a folder of one that was set aside."""
+    """A row of `ls`: a checkpoint, or the folder of an incomplete or replaced one."""
 
     step: int
     path: str
     bytes: int
-    saved: str | None
-    # "whole", "damaged", "unknown" (of another version), or the suffix of the folder.
+    saved: str | None  # Time of the save in ISO 8601. None: the folder has no manifest.
+    # "whole", "damaged", "unknown" (cannot be read), or the suffix of the folder.
     state: str = "whole"
-    reason: str | None = None  # Why the state is not "whole".
+    reason: str | None = None  # Reason if the state is "damaged" or "unknown".
     val_loss: float | None = None
     best: bool = False  # True for the lowest validation loss of the run.
 
@@ -80,8 +81,9 @@ def _no_checkpoint(path: Path) -> ConfigError:
 
 
 def answer_list(options: Namespace) -> Reply:
-    """Lists the checkpoints of a run: sizes, times, and the lowest validation loss. Files are not
-    read. Raises ConfigError if there are none."""
+    """Lists the checkpoints of a run with size, time and validation loss. Reads manifests, but not
+    tensors. Raises ConfigError if there are none.
+    """
     run: Path = options.path
     folder = run / "checkpoints" if (run / "checkpoints").is_dir() else run
     rows = []
@@ -106,7 +108,6 @@ def answer_list(options: Namespace) -> Reply:
 
 
 def _listed(path: Path, step: int, ending: str | None) -> CheckpointEntry:
-    """Returns the row for the folder at `path`."""
     total = sum(file.stat().st_size for file in path.glob("*") if file.is_file())
     row = CheckpointEntry(step=step, path=str(path), bytes=total, saved=_saved(path))
     if ending is not None:
@@ -123,8 +124,9 @@ def _listed(path: Path, step: int, ending: str | None) -> CheckpointEntry:
 
 
 def answer_inspect(options: Namespace) -> Reply:
-    """Describes a checkpoint: its progress, the layout that saved it, its tensors and recipe.
-    Raises CheckpointError if its manifest cannot be read."""
+    """Describes a checkpoint: its progress, files, tensors and recipe. Raises CheckpointError if
+    its manifest cannot be read.
+    """
     checkpoint, notes = find_checkpoint(options.path)
     manifest = read_manifest(checkpoint)
     recipe = {setting.key: setting.value for setting in read_settings(checkpoint / CONFIG_FILE)}
@@ -192,7 +194,7 @@ def answer_verify(options: Namespace) -> Reply:
 
 
 def _saved(checkpoint: Path) -> str | None:
-    """Returns the time of a save in ISO 8601, which is that of its manifest."""
+    """Returns the modification time of the manifest in ISO 8601, or None if it does not exist."""
     try:
         at = (checkpoint / MANIFEST_FILE).stat().st_mtime
     except OSError:

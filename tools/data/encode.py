@@ -20,10 +20,10 @@ from parallel3d.data.tokenizers import (
     import_extra,
 )
 
-# Maximum number of characters encoded in one call. The library keeps a few hundred bytes per token
-# until it returns.
+# Minimum number of characters in a slice of a long text. Slices limit memory: the library needs a
+# few hundred bytes per token until it returns.
 _MOST_CHARACTERS = 1 << 20
-# Line ends without adjacent white space. No tokenizer's word pattern joins text across them.
+# Line ends without adjacent white space. No tokenizer has a word that spans them.
 _LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
 
 
@@ -46,10 +46,11 @@ def _build(choice: TokenizerChoice) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
-    """Trains a byte-level BPE on `texts`, as GPT-2 uses, and returns its tokenizer.json.
+    """Trains a byte-level BPE like that of GPT-2 on `texts`, and returns its tokenizer.json.
 
-    It has 256 bytes, an end-of-text token, and merges until there are `vocab_size` tokens or
-    nothing is left to merge. Equal texts give equal files."""
+    Its tokens are 256 bytes, an end-of-text token, and merges, until there are `vocab_size` tokens
+    or nothing is left to merge. Equal texts give equal files.
+    """
     library = import_extra("tokenizers", "a BPE")
     byte_level = library.pre_tokenizers.ByteLevel
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -91,7 +92,7 @@ def encode_piece(texts: list[str], choice: TokenizerChoice, path: Path) -> None:
 
 
 def _slices(text: str, choice: TokenizerChoice) -> list[str]:
-    """Splits a long text at line ends, if that does not change its token IDs."""
+    """Splits a long text into slices at line ends, if that does not change its token IDs."""
     slices = []
     start = 0
     while len(text) - start > 2 * _MOST_CHARACTERS and _may_cut(choice):
@@ -105,8 +106,9 @@ def _slices(text: str, choice: TokenizerChoice) -> list[str]:
 
 @cache
 def _may_cut(choice: TokenizerChoice) -> bool:
-    """Returns True if two lines have the same token IDs separately and together. Some tokenizers
-    add a space at the start of a text."""
+    """Returns True if encoding two lines separately gives the same token IDs. It does not if the
+    tokenizer adds a space at the start of a text.
+    """
     encode = choice.build().encode
     first = "One line.\n"
     second = "And another one\n"

@@ -1,4 +1,4 @@
-"""`parallel3d-data inspect`, `check` and `merge`: the contents of folders of tokens."""
+"""`parallel3d-data inspect`, `check` and `merge`, for folders of tokens."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from parallel3d.errors import ConfigError, DataError
 from parallel3d.tools.cli_output import Reply
 
 _SAMPLE_TOKENS = 60
-_CHUNK_BYTES = 1 << 24  # Number of bytes that are read and checked at a time.
+_CHUNK_BYTES = 1 << 24  # Number of bytes read at a time.
 
 
 def answer_inspect(options: Namespace) -> Reply:
-    """Describes the folder given on the command line."""
     return inspect(options.path)
 
 
 def inspect(path: Path) -> Reply:
-    """Describes a folder of tokens by its header. Raises DataError if it cannot be read."""
+    """Describes a folder of tokens from its tokens.json. Raises DataError if it cannot be read."""
     header = TokensJson.read(path)
     parts: dict[str, dict[str, int]] = {}
     for part in PARTS:
@@ -114,9 +113,9 @@ def verify(folder: Path) -> Iterator[str]:
 
 
 def _samples(folder: Path) -> Iterator[str]:
-    """Yields the beginnings of the first, a middle and the last shard. Raises DataError if the
-    tokenizer of the folder is not that of its token IDs, and ConfigError if its library is
-    missing."""
+    """Yields the decoded beginnings of the first, middle and last shard. Raises DataError if the
+    tokenizer of the folder is not that of its token IDs, and ConfigError if its library is missing.
+    """
     header = TokensJson.read(folder)
     if header.tokenizer is None or not header.shards:
         return
@@ -134,15 +133,15 @@ def _samples(folder: Path) -> Iterator[str]:
 
 
 def answer_merge(options: Namespace) -> Reply:
-    """Merges folders of tokens and describes the result."""
     merge(options.paths, options.out)
     return inspect(options.out)
 
 
 def merge(folders: list[Path], out: Path) -> None:
     """Copies the shards of several folders of tokens to the new folder `out`, in the order of
-    `folders`. Raises ConfigError if their tokenizers differ or `out` exists, and DataError for a
-    damaged shard."""
+    `folders`. Raises ConfigError if their tokenizers differ or `out` exists or cannot be written,
+    and DataError for a damaged shard.
+    """
     headers = [TokensJson.read(folder) for folder in folders]
     first = headers[0]
     for folder, header in zip(folders, headers, strict=True):
@@ -163,7 +162,7 @@ def merge(folders: list[Path], out: Path) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(prefix=f"{out.name}.", suffix=".merging", dir=out.parent) as own:
-            # A subfolder, because the temporary folder itself has restrictive permissions.
+            # A subfolder, because only the owner may read the temporary folder.
             partial = Path(own) / "result"
             partial.mkdir()
             train, validation = (tuple(_copy(folders, headers, part, partial)) for part in PARTS)
@@ -184,7 +183,7 @@ def merge(folders: list[Path], out: Path) -> None:
 def _copy(
     folders: list[Path], headers: list[TokensJson], part: Part, partial: Path
 ) -> Iterator[Shard]:
-    """Copies all shards of a part under new numbers and yields their entries."""
+    """Copies the shards of `part`, renumbered, and yields their entries for tokens.json."""
     number = 0
     for folder, header in zip(folders, headers, strict=True):
         for shard in getattr(header, part):

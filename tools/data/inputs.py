@@ -1,7 +1,8 @@
 """Finds and reads the inputs of `tokenize`: text files, JSON lines, Parquet files, and data sets
-saved by `datasets` of Hugging Face.
+saved with Hugging Face `datasets`.
 
-The order of documents is that of the arguments, and within a folder that of file names."""
+Documents are in the order of the arguments, and within a folder in that of the file names.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +19,9 @@ from parallel3d.data.source import walk_files
 from parallel3d.data.tokenizers import import_extra
 from parallel3d.errors import ConfigError, DataError
 
-# Maximum number of characters in a piece. A worker encodes them in a few seconds, which is the most
-# that a kill can lose.
+# Minimum number of characters of a piece, except the last: a few seconds of encoding.
 PIECE_CHARACTERS = 8 << 20
-_MOST_BYTES = 256 << 20  # Maximum size in bytes of a document in a compressed file.
+_MOST_BYTES = 256 << 20  # Maximum bytes of a document, or the size of its file if that is larger.
 _LINES = (".jsonl", ".ndjson", ".json")
 _ROWS = (".parquet", ".arrow")
 _TEXTS = (".txt", ".md")
@@ -32,18 +32,18 @@ _PACKED = (".gz", ".zst")
 class Reading:
     """Options that define the documents in the inputs."""
 
-    pattern: str | None  # Pattern of the file names in a folder. None: files of known formats.
-    field: str  # Name of the field that holds the text, in a JSON line or a row.
-    errors: Literal["strict", "replace"]  # How to handle text that is not UTF-8.
+    pattern: str | None  # Glob of the files to read in a folder; None: all files of known formats.
+    field: str  # Name of the text field of a JSON line or a row.
+    errors: Literal["strict", "replace"]  # Handling of text that is not UTF-8.
 
 
 class InputError(DataError):
-    """An error in the inputs. They or the options have to change."""
+    """An error in the inputs. To continue, the inputs or the options must change."""
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file with its size and modification time, by which a change is detected."""
+    """An input file, with the size and modification time that reveal a change."""
 
     path: Path
     size: int
@@ -73,7 +73,8 @@ def find_inputs(inputs: Sequence[str], reading: Reading) -> list[InputFile]:
 
 def _files_of(folder: Path, pattern: str | None) -> list[Path]:
     """Returns the files below a folder that match the pattern, or that have a known format if it is
-    None."""
+    None. Of a saved data set, returns only the Arrow files.
+    """
     if (folder / "dataset_dict.json").is_file():
         raise ConfigError(f"{folder}: contains one data set per split; try {folder / 'train'}")
     names = sorted(walk_files(folder, lambda name: name.startswith(".")))
@@ -93,14 +94,15 @@ def _files_of(folder: Path, pattern: str | None) -> list[Path]:
 
 
 def _suffix(path: Path) -> str:
-    """Returns the suffix that says the format of a file, ignoring that of the compression."""
+    """Returns the suffix that names the format of a file, for example `.jsonl` for `a.jsonl.gz`."""
     is_packed = path.suffix.lower() in _PACKED
     return (path.with_suffix("") if is_packed else path).suffix.lower()
 
 
 def pieces(files: list[InputFile], reading: Reading) -> Iterator[Piece]:
-    """Yields all documents with text in pieces. Raises InputError for a file that cannot be
-    read."""
+    """Yields all non-empty documents, grouped into pieces. Raises InputError for a file that cannot
+    be read.
+    """
     texts: list[str] = []
     characters = before = 0
     for file in files:
@@ -118,7 +120,7 @@ def pieces(files: list[InputFile], reading: Reading) -> Iterator[Piece]:
 
 
 def _documents(file: InputFile, reading: Reading) -> Iterator[tuple[str, int]]:
-    """Yields the documents of a file, each with the position in the file after it."""
+    """Yields the documents of a file, each with the number of bytes read up to its end."""
     path = file.path
     try:
         if _suffix(path) in _ROWS:
@@ -138,7 +140,7 @@ def _documents(file: InputFile, reading: Reading) -> Iterator[tuple[str, int]]:
                 text = _decode(_limited(line, most, where), where, reading).removeprefix("\ufeff")
                 if text.strip():
                     yield _field_of(text, reading.field, where), raw.tell()
-    # The errors of pyarrow are subclasses of these.
+    # pyarrow's errors are subclasses of these.
     except (OSError, ValueError, EOFError, zlib.error) as error:
         raise InputError(
             f"{path}: cannot be read ({error}); make it readable, download it again or leave it out"
@@ -146,7 +148,6 @@ def _documents(file: InputFile, reading: Reading) -> Iterator[tuple[str, int]]:
 
 
 def _unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
-    """Returns a file object with the content of `raw`, decompressed according to its name."""
     suffix = path.suffix.lower()
     if suffix == ".gz":
         return cast(BinaryIO, gzip.GzipFile(fileobj=raw))
@@ -163,8 +164,9 @@ def _limited(data: bytes, most: int, where: object) -> bytes:
 
 
 def _decode(data: bytes, where: object, reading: Reading) -> str:
-    """Decodes UTF-8 text. Invalid bytes and NUL, which images contain, are refused or replaced, as
-    `reading.errors` says."""
+    """Decodes UTF-8 text. Invalid bytes and NUL characters, which binary files contain, raise
+    InputError or are replaced, depending on `reading.errors`.
+    """
     try:
         text = data.decode(errors=reading.errors)
     except UnicodeDecodeError as error:
@@ -181,7 +183,6 @@ def _not_text(where: object, fault: str) -> InputError:
 
 
 def _field_of(text: str, field: str, where: str) -> str:
-    """Returns the field of a JSON object."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -195,7 +196,9 @@ def _field_of(text: str, field: str, where: str) -> str:
 
 
 def _rows(file: InputFile, field: str) -> Iterator[tuple[str, int]]:
-    """Yields the texts of a Parquet file, or of an Arrow stream in the format of `datasets`."""
+    """Yields the documents of a Parquet file or of an Arrow stream written by `datasets`, each with
+    an estimate of the number of bytes read.
+    """
     path = file.path
     row = 0
     if path.suffix.lower() == ".arrow":

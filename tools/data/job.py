@@ -40,13 +40,15 @@ from parallel3d.tools.data.inputs import InputError, InputFile, Reading, find_in
 _BYTE_LEVEL_IDS = 257
 _SETTINGS = "command.json"
 _CHUNKS = "chunks"
-# Options that determine the result. A job continues only if they are the same.
+# Options that determine the result. A job continues only if they, the inputs and the tokenizer are
+# the same.
 _DECIDING = ("pattern", "field", "errors", "end_of_text", "train_bpe", "validation_fraction")
 
 
 def answer(options: Namespace) -> Reply:
     """Creates a folder of tokens and describes it. Raises ConfigError for invalid options, and
-    InputError for an error in the inputs."""
+    DataError for an error in the inputs or a killed worker.
+    """
     out = options.out
     vocab_size = options.train_bpe
     if options.validation_fraction == 1:
@@ -65,7 +67,7 @@ def answer(options: Namespace) -> Reply:
         settings["tokenizer"] = getattr(choice.build(), "sha256", choice.name)
     try:
         with _claimed(out, settings) as partial:
-            # A kill between the last two steps leaves both the result and the folder of the job.
+            # If a run was killed between the last two steps, the result exists already.
             if not out.exists():
                 choice = _prepare_tokenizer(choice, vocab_size, files, reading, partial)
                 workers = options.workers or len(os.sched_getaffinity(0))
@@ -87,10 +89,12 @@ def answer(options: Namespace) -> Reply:
 
 @contextmanager
 def _claimed(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
-    """Context manager that locks the folder of the job.
+    """Context manager that locks the job's folder and yields its path.
 
-    Raises ConfigError if another process or command uses it, if it contains other files, or if the
-    result exists. If an input or option has to change, the folder is deleted."""
+    Raises ConfigError if another process or command uses the folder, if it contains other files, or
+    if `out` exists and was not created by this command. InputError or ConfigError in the `with`
+    block deletes the folder.
+    """
     partial = out.with_name(f"{out.name}.partial")
     path = partial / _SETTINGS
     begun = json.loads(path.read_text()) if path.exists() else None
@@ -122,8 +126,9 @@ def _claimed(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
 
 
 def _clear(partial: Path) -> None:
-    """Deletes the folder of the job, its settings last, so that the same command can run again
-    until then."""
+    """Deletes the job's folder, the chunks first. If interrupted there, the same command can
+    continue.
+    """
     shutil.rmtree(partial / _CHUNKS, ignore_errors=True)
     shutil.rmtree(partial)
 
@@ -142,8 +147,9 @@ def _prepare_tokenizer(
     reading: Reading,
     partial: Path,
 ) -> TokenizerChoice:
-    """Returns the tokenizer of the job. A tokenizer.json is copied to the folder of the job, where
-    an earlier run may have left a trained BPE."""
+    """Returns the tokenizer of the job. Copies its tokenizer.json to the job's folder, or trains a
+    BPE there unless an earlier run has.
+    """
     copy = partial / TOKENIZER_JSON
     if train is None and choice.name == "bytes":
         return choice
@@ -159,7 +165,7 @@ def _prepare_tokenizer(
 def _encode(
     files: list[InputFile], reading: Reading, choice: TokenizerChoice, folder: Path, workers: int
 ) -> list[Path]:
-    """Encodes all missing pieces and returns the files of all pieces."""
+    """Encodes all pieces that have no file yet, and returns the files of all pieces."""
     folder.mkdir(exist_ok=True)
     chunks: list[Path] = []
     under_way = deque[Future[None]]()
@@ -174,7 +180,7 @@ def _encode(
             chunks.append(folder / f"{len(chunks):08}.npz")
             if not chunks[-1].exists():
                 under_way.append(pool.submit(encode_piece, texts, choice, chunks[-1]))
-            # Keep no more inputs in memory than the workers need to stay busy.
+            # Keep only as many pieces in memory as the workers need.
             if len(under_way) > 2 * workers:
                 under_way.popleft().result()
             progress.update(task, completed=read_bytes)
@@ -185,7 +191,9 @@ def _encode(
 
 @contextmanager
 def _workers(count: int) -> Iterator[Executor]:
-    """Starts the processes that encode. If `count` is 1, this process encodes."""
+    """Context manager that starts the processes that encode. If `count` is 1, a thread of this
+    process encodes.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     pool: Executor = ThreadPoolExecutor(1)
     if count > 1:
@@ -201,8 +209,9 @@ def _workers(count: int) -> Iterator[Executor]:
 
 
 def _start_worker() -> None:
-    """Initializes a pool worker: single-threaded, killed by Ctrl-C, which the parent reports, or
-    when its parent dies."""
+    """Initializes a pool worker. It encodes on one thread, and dies on Ctrl-C, which the parent
+    reports, or with its parent.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parent = parent_process()
@@ -216,7 +225,9 @@ def _start_worker() -> None:
 
 
 def _join(chunks: list[Path], choice: TokenizerChoice, fraction: float, result: Path) -> None:
-    """Writes the documents of all chunks as one folder."""
+    """Writes the documents of all chunks to the folder `result`, split into training and
+    validation.
+    """
     tokenizer = choice.build()
     shutil.rmtree(result, ignore_errors=True)
     result.mkdir()
@@ -236,7 +247,7 @@ def _join(chunks: list[Path], choice: TokenizerChoice, fraction: float, result: 
                 ids = chunk["ids"]
                 lengths = chunk["lengths"]
                 hashes = chunk["hashes"]
-            if below is None:  # There is only one document, so split it between the two parts.
+            if below is None:  # There is only one document, so it is split.
                 held_out = min(max(round((len(ids) - 1) * fraction), 1), len(ids) - 1)
                 writer.add("train", np.append(ids[: -1 - held_out], ids[-1:]))
                 writer.add("validation", ids[-1 - held_out :])
@@ -248,11 +259,12 @@ def _join(chunks: list[Path], choice: TokenizerChoice, fraction: float, result: 
 
 
 def _validation_border(chunks: list[Path], fraction: float) -> int | None:
-    """Returns the hash below which a document is for validation, or None if there is only one
+    """Returns the hash below which a document is for validation, or None to split the only
     document.
 
-    Equal texts go to the same part, and an added document moves no other. If a part would be empty,
-    the document whose hash is nearest to the threshold goes there."""
+    Equal texts go to the same part. Adding a document does not move others, with one exception: if
+    a part would be empty, the document whose hash is nearest to the threshold goes there.
+    """
     found = []
     for path in chunks:
         with np.load(path) as chunk:

@@ -20,19 +20,18 @@ from parallel3d.tools.command_line import CommandLine
 from parallel3d.tools.launch.script import LAUNCHERS, Launcher, Site
 
 main = CommandLine("parallel3d-launch", Path(__file__).with_name("commands.toml")).main
-_USUAL_NODE = 8  # Number of GPUs per node, if it cannot be derived from the recipe.
+_USUAL_NODE = 8  # Default of --gpus-per-node, or all workers if they are fewer.
 
 
 def check(options: argparse.Namespace) -> Reply:
-    """Checks the nodes of a recipe. The check prints its report itself."""
-    # This imports the planner and the launcher.
+    """Checks the nodes for a recipe. The reply has no lines, because rank 0 prints the report."""
+    # Imported late, because it imports the planner and the launcher.
     from parallel3d.tools.preflight.start import check_cluster
 
     return Reply(page=list, status=check_cluster(_recipe(options), options))
 
 
 def _answer(kind: str, options: argparse.Namespace) -> Reply:
-    """Returns the script for a kind of launcher."""
     recipe = _recipe(options)
     per_node = _workers_per_node(recipe, options.gpus_per_node)
     asked = vars(options)

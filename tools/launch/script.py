@@ -1,5 +1,4 @@
-"""Scripts that start a recipe under torchrun, SLURM, torchx or Kubernetes: templates and their
-values."""
+"""Fills templates of scripts that start a recipe under torchrun, SLURM, torchx or Kubernetes."""
 
 from __future__ import annotations
 
@@ -18,9 +17,9 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError
 
-# Launcher -> (template, which is also the usual name of the script, command that starts the
-# script). All start the same worker, parallel3d.recipes.pretrain, which reads the variables of its
-# launcher.
+# Launcher -> (template, which is also the default name of the script; command that starts it). All
+# start the same worker, parallel3d.recipes.pretrain, which reads the launcher's environment
+# variables.
 LAUNCHERS = {
     "torchrun": ("launch.sh", "bash"),
     "slurm": ("job.sbatch", "sbatch"),
@@ -28,7 +27,7 @@ LAUNCHERS = {
     "k8s": ("job.yaml", "kubectl apply -f"),
 }
 RESTARTS = 10
-_GRACE_S = 100.0  # Seconds for the last save, if checkpoint.grace_s is not set.
+_GRACE_S = 100.0  # Seconds for the last save if checkpoint.grace_s is not set.
 _END_S = 20  # Seconds from the end of that time to the kill by the launcher.
 _KILL_S = 30  # Seconds from the kill by torchrun to the kill of its pod.
 _SRUN = 'srun --kill-on-bad-exit=1 --cpus-per-task="$((cores > 0 ? cores : 1))"'
@@ -41,7 +40,9 @@ _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """Settings of a cluster. None: the default of the cluster."""
+    """Settings of a cluster. None: the cluster's default. `image` and `claim` default to
+    placeholders.
+    """
 
     partition: str | None = None
     account: str | None = None
@@ -54,8 +55,9 @@ class Site:
 class Launcher:
     """A launch script for one recipe.
 
-    `said` are the arguments of the worker: the recipe, then `key=value`. `per_node` is the number
-    of workers per node, and `file` the name of the script."""
+    `said` has the arguments of the worker: the recipe, then `key=value`. `per_node` is the number
+    of workers per node, and `file` the name of the script.
+    """
 
     kind: str
     recipe: Recipe
@@ -78,7 +80,8 @@ class Launcher:
 
     def text(self) -> str:
         """Returns the script. Raises ConfigError for a value that it cannot contain, and for a path
-        that workers cannot reach."""
+        that Kubernetes pods cannot reach.
+        """
         self._refuse()
         values = self._values()
         template = _read(LAUNCHERS[self.kind][0])
@@ -101,13 +104,13 @@ class Launcher:
                 )
 
     def _values(self) -> dict[str, str]:
-        # This form is valid in SLURM, DNS and shells.
+        # SLURM, DNS and shells accept names of this form.
         name = re.sub(r"[^a-z0-9]+", "-", Path(self.said[0]).stem.lower())[:40].strip("-")
         name = name if name[:1].isalpha() else f"p3d-{name}".strip("-")
         has_gpus = self.recipe.train.device != "cpu"
         settings = _read("gpu_settings.sh").rstrip() if has_gpus else ""
         variables = re.findall(r"(\w+)=\$\{", settings)
-        # A launcher may restart the run with the same arguments, so it must resume by itself.
+        # The launcher may restart the run, which must then resume from the newest checkpoint.
         resume = ["checkpoint.resume=auto"] if self.recipe.checkpoint.resume == "none" else []
         # Seconds from the stop signal to the kill, which must suffice for the last save.
         stop_s = ceil(self.recipe.checkpoint.grace_s or _GRACE_S) + _END_S
@@ -150,13 +153,14 @@ class Launcher:
     def _rendezvous(self, name: str, port: int) -> str:
         if self.nodes == 1:
             return "--standalone"
-        # The name is unique per job if the launcher sets a job ID.
+        # The rendezvous ID is unique per job if the launcher sets a job ID.
         job = f'"{name}-${{JOB_ID:-${{SLURM_JOB_ID:-0}}}}"'
         return f'--nnodes {self.nodes} --rdzv-backend c10d --rdzv-endpoint "${{HEAD:?}}:{port}" --rdzv-id {job}'  # noqa: E501
 
     def _check(self, values: Mapping[str, str]) -> Iterator[str]:
-        """Yields the lines that check the nodes. A finding that would break the run ends the script
-        and names the node."""
+        """Yields the lines of the script that check the nodes. If a finding would break the run,
+        they name the node and end the script.
+        """
         yield (
             "# The same workers first check the nodes. The run does not start if a finding would "
             "break it."
@@ -164,7 +168,7 @@ class Launcher:
         if self.kind == "slurm":
             yield f"{_SRUN} \\"
             yield f'    python -m parallel3d.tools.launch check {values["arguments"]} "$@" &&'
-        else:  # On a separate port, so that the agents of the check and of the run cannot meet.
+        else:  # On a separate port, so that agents of the check and of the run cannot connect.
             rendezvous = self._rendezvous(f"{values['name']}-check", 29499)
             yield f"PET_MAX_RESTARTS=0 torchrun {rendezvous} --nproc-per-node {self.per_node} \\"
             yield f'    -m parallel3d.tools.launch check {values["arguments"]} "$@"'
@@ -202,7 +206,6 @@ def _read(name: str) -> str:
 
 
 def _yaml_text(text: str) -> str:
-    """Returns `text` as a quoted YAML scalar."""
     return str(
         yaml.safe_dump(text, default_style='"', allow_unicode=True, width=len(text) + 2)
     ).strip()

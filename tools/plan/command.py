@@ -1,4 +1,4 @@
-"""`parallel3d-plan`. commands.toml has its subcommands."""
+"""`parallel3d-plan`. Its subcommands are defined in commands.toml."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""`parallel3d-plan compare RUN_DIR`: measured values of a run next to the prediction for its
-recipe."""
+"""`parallel3d-plan compare RUN_DIR`: compares a run with the prediction for its recipe."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.score import how_sure
 from parallel3d.tools.verify.command import run_of_recipe
 
-_SAME_PEAK = 0.02
+_SAME_PEAK = 0.02  # Relative tolerance of a peak derived from MFU.
 _LABELS = {
     "step_time_s": "step time, s",
     "tokens_per_s_per_device": "tokens/s per device",
@@ -51,18 +50,19 @@ _LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class RunMetrics:
-    """Summary of a run's metrics.jsonl.
+    """Summary of the steady lines of a run's metrics.jsonl, as selected by `read_measured`.
 
-    `peak_memory_bytes` is from the rank with the highest peak, in the CUDA allocator if on GPUs.
+    `peak_memory_bytes` is the highest peak of any rank, as counted by the CUDA allocator (on CPUs:
+    of the process).
     """
 
     lines: int
     step_time_s: float
-    least_s: float  # Tenth percentile of the step time. `most_s` is the ninetieth.
-    most_s: float
+    least_s: float  # 10th percentile of the step time in seconds.
+    most_s: float  # 90th percentile.
     peak_memory_bytes: int
     tokens_per_s: float  # Tokens per second and device, from the last line.
-    mfu: float | None
+    mfu: float | None  # From the last line. None: unknown peak FLOP/s.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class RunComparison:
         device = self.run.cluster.device
         mfu = self.measured.mfu
         if self.recipe.logging.peak_tflops is not None:
-            return None  # The user has set the peak, so it says nothing about the device.
+            return None  # The user set the peak, so MFU does not reveal the device.
         if mfu is None and not device.cuda_names:
             return None
         if not mfu:
@@ -100,10 +100,9 @@ class RunComparison:
 
     @property
     def figures(self) -> dict[str, tuple[float, float]]:
-        """Returns (predicted, measured) by name.
+        """(predicted, measured) pairs, keyed by metric.
 
-        The memory of a CPU run is omitted: its measured peak is that of the process with Python and
-        torch.
+        For a CPU run, MFU and memory are omitted. Its measured peak would include Python and torch.
         """
         cost = self.cost
         step_s = self.measured.step_time_s
@@ -121,7 +120,7 @@ class RunComparison:
 
     @property
     def measured_run(self) -> MeasuredRun:
-        """The run in the form that the planner's corrections use."""
+        """The measurements of the run, in the form that `--measured` uses."""
         bytes_ = None if self.run.on_cpu else self.measured.peak_memory_bytes
         return MeasuredRun(
             run=self.run,
@@ -132,12 +131,11 @@ class RunComparison:
 
     @cached_property
     def scales(self) -> Scales:
-        """Ratios of measured to predicted values that one run determines."""
+        """Ratios of measured to predicted values that this run determines."""
         return scales_of([self.measured_run])
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Compares a run with the prediction for the hardware that the user names."""
     found = compare(options.run_dir, asked_cluster(options))
     return Reply(page=lambda: _page(found, options.run_dir), tree=lambda: _tree(found))
 
@@ -146,7 +144,7 @@ def compare(run_dir: Path, cluster: Cluster) -> RunComparison:
     """Predicts the recipe of a run folder and reads its metrics.
 
     Raises:
-        ConfigError: The folder has no config.yaml.
+        ConfigError: The folder has no config.yaml, or it is not a valid recipe.
         DataError: The metrics cannot be used.
     """
     path = run_dir / "config.yaml"
@@ -162,7 +160,9 @@ def compare(run_dir: Path, cluster: Cluster) -> RunComparison:
 
 
 def read_measured(path: Path, recipe: Recipe) -> RunMetrics:
-    """Reads a metrics.jsonl. An incomplete last line is ignored."""
+    """Summarizes a metrics.jsonl. Ignores the first line, the batch-size warm-up and an incomplete
+    last line.
+    """
     try:
         lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
         steady = [

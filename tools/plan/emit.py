@@ -1,5 +1,4 @@
-"""Output files of a plan: a complete recipe with comments, its launch script, and commands to
-run."""
+"""Output of a plan: a recipe with comments, its launch script, and the commands to run next."""
 
 from __future__ import annotations
 
@@ -31,13 +30,13 @@ from parallel3d.tools.launch.script import LAUNCHERS, Launcher
 from parallel3d.tools.plan.framework_command import framework_command
 from parallel3d.tools.plan.inputs import USUAL, ParsedRequest
 
-_TRIAL_STEPS = 100  # Number of steps if there is no token budget.
+_TRIAL_STEPS = 100  # Number of steps if --tokens is not given.
 
 
 def launch_file(options: argparse.Namespace) -> Path | None:
-    """Returns the path of the launch script, by default next to the recipe.
+    """Returns the path of the launch script, by default next to the recipe. None: not requested.
 
-    Raises ConfigError for combinations of options that are invalid for any plan.
+    Raises ConfigError for occupied output paths and for options that contradict each other.
     """
     file = None
     if _priced_only(options) and (options.emit_recipe or options.verify):
@@ -64,7 +63,7 @@ def launch_file(options: argparse.Namespace) -> Path | None:
 
 
 def _priced_only(options: argparse.Namespace) -> bool:
-    """Returns True if the options ask for features that the trainer does not have."""
+    """Returns True if the options ask for features that only the planner supports."""
     return options.precision == "fp8" or options.optimizer_bits == 8
 
 
@@ -75,8 +74,8 @@ def emit(
     next.
 
     Raises:
-        ConfigError: The trainer or framework cannot express the plan, or the devices do not fill
-            nodes.
+        ConfigError: The trainer or framework does not support the plan, or the devices do not fill
+            their nodes.
     """
     best = plan.best
     path = options.emit_recipe
@@ -106,9 +105,9 @@ def emit(
 
 
 def recipe_of_plan(asked: ParsedRequest, plan: Plan, best: Strategy, *, run: str) -> Recipe:
-    """Returns the user's recipe, or the defaults, with the plan's model, batch and layout.
+    """Returns the user's recipe, or one of defaults, with the plan's model, batch size and layout.
 
-    Raises ConfigError if the trainer cannot run it.
+    Raises ConfigError if the trainer has no module for the model or another framework was planned.
     """
     q = plan.request
     base = asked.model.recipe
@@ -146,7 +145,7 @@ def recipe_of_plan(asked: ParsedRequest, plan: Plan, best: Strategy, *, run: str
         config = replace(config, max_positions=max(config.max_positions or 0, q.seq_len))
     # Learning rates of Llama 2 (arXiv 2307.09288, section 2.2).
     is_large = total_parameters(q.shape) > 15e9
-    every = warmup_steps = None  # A trial run saves no checkpoints.
+    every = warmup_steps = None  # A trial run has no evaluation, checkpoints or warm-up.
     if plan.tokens is not None:
         an_hour = round(3600 / best.cost.step_time_s)
         every = max(1, min(an_hour, steps // 4))
@@ -171,7 +170,7 @@ def _steps(plan: Plan) -> int:
 
 
 def _lines(recipe: Recipe, asked: ParsedRequest, plan: Plan, best: Strategy) -> Iterator[str]:
-    """Yields the recipe as YAML, without defaults, below a comment with the predictions."""
+    """Yields a comment with the predictions, then the recipe as YAML without default values."""
     q = plan.request
     cost = best.cost
     model = shown(q.shape.name)
@@ -196,8 +195,8 @@ def _lines(recipe: Recipe, asked: ParsedRequest, plan: Plan, best: Strategy) -> 
 def _differing(recipe: Recipe, also: Collection[str]) -> dict[str, Any]:
     """Returns the sections of a recipe without default values.
 
-    Keys in `also`, such as data.source, are always included. Defaults of the model are those of its
-    shape card.
+    Keys in `also`, such as data.source, are always included. A model with a shape card has the
+    defaults of the card.
     """
     cards = shape_cards()
     name = recipe.model.name
@@ -218,7 +217,6 @@ def _differing(recipe: Recipe, also: Collection[str]) -> dict[str, Any]:
 
 
 def _comments(asked: ParsedRequest, plan: Plan) -> dict[str, str]:
-    """Returns the comment for each recipe key that has one."""
     q = plan.request
     tokens = f"{si(q.global_batch_size * q.seq_len)} tokens"
     found = {"train.global_batch_size": f"sequences: {tokens}"}
@@ -235,7 +233,7 @@ def _write_launcher(
 ) -> str:
     """Writes the launch script of a recipe and returns the command that starts it.
 
-    Raises ConfigError if the devices do not fill nodes.
+    Raises ConfigError if the devices do not fill their nodes.
     """
     gpus = recipe.parallel.world_size
     per_node = min(gpus, gpus_per_node)
@@ -256,7 +254,7 @@ def _write_launcher(
 
 def _override_command(asked: ParsedRequest, mine: Recipe, planned: Recipe) -> str:
     """Returns the command that trains the user's recipe with the plan's values as overrides."""
-    # The strategy that `sharding: null` implies need not be an override.
+    # Do not override parallel.sharding if its value in the recipe implies the same strategy.
     alike = replace(planned.parallel, sharding=mine.parallel.sharding)
     if alike.strategy == planned.parallel.strategy:
         planned = replace(planned, parallel=alike)

@@ -1,7 +1,6 @@
-"""Prints the command that trains a plan's best layout with another framework.
+"""Builds the command that trains a plan's best layout with Megatron-LM or another framework.
 
-framework_command.toml has the options of each framework, and the sources that they were checked
-against.
+framework_command.toml lists the options of each framework and the sources that document them.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ FRAMEWORKS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 
 
 def framework_command(best: Strategy, model: Model, steps: int) -> str:
-    """Returns the training command for `steps` steps, below a comment.
+    """Returns the command that trains for `steps` steps, preceded by a comment.
 
-    Raises ConfigError if the framework has no option for a setting.
+    Raises ConfigError if the framework is unsupported or has no option for a setting of the plan.
     """
     name = best.request.framework.name
     if name not in FRAMEWORKS:
@@ -46,7 +45,9 @@ def framework_command(best: Strategy, model: Model, steps: int) -> str:
 
 
 def _words(lines: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
-    """Yields each option with its value. True stands for a flag. None and False omit the option."""
+    """Yields options with their values. True gives a flag without value; None and False omit the
+    option.
+    """
     for line in lines:
         option, _, value = line.format(**values).partition(" ")
         if value in ("", "True"):
@@ -56,7 +57,7 @@ def _words(lines: Iterable[str], values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _values(best: Strategy, model: Model) -> dict[str, Any]:
-    """Returns the fields of request, shape and layout, and values derived from them."""
+    """Returns the values that framework_command.toml uses, from the request, shape and layout."""
     q = best.request
     shape = q.shape
     layout = best.run.layout

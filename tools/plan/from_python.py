@@ -1,4 +1,4 @@
-"""The planner's commands as Python functions."""
+"""The commands `parallel3d-plan` and `parallel3d-plan memory` as Python functions."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from parallel3d.tools.plan.recommend import make_plan
 
 
 def plan(**options: Any) -> Plan:
-    """Plans the layout of a run, as the command `parallel3d-plan` does. `repr` gives the report.
+    """Plans the layout of a run, as `parallel3d-plan` does. `repr()` of the result is the report.
 
     Args:
-        options: Options of the command with `_` instead of `-`. Flags are True. `fix` and `why`
-            may be dicts.
+        options: Options of the command, with `_` instead of `-`. A flag is given as True. `fix` and
+            `why` may be dicts.
 
     Returns:
-        Plan: `best.parallel` is the `ParallelConfig` of the best layout, `best` is None if no
-            layout fits, and `result.strategies` has at most `top` (default 10) layouts, best first.
+        Plan: `best.parallel` is the `ParallelConfig` of the best layout. `best` is None if no
+            layout fits. `result.strategies` has at most `top` (default 10) layouts, best first.
 
     Raises:
         ConfigError: An option is unknown, missing or not valid.
@@ -36,16 +36,16 @@ def plan(**options: Any) -> Plan:
 
 
 def estimate_memory(**options: Any) -> RankMemory:
-    """Estimates the peak memory of a layout like `parallel3d-plan memory`.
+    """Estimates the peak memory of a layout, as `parallel3d-plan memory` does.
 
     Args:
         options: Options of the command, as for `plan`. `layout` may be a dict.
 
     Returns:
-        Bytes per device by kind, on the pipeline rank with the highest peak.
+        Bytes per device, by kind of memory, on the pipeline rank with the highest peak.
 
     Raises:
-        ConfigError: An option is unknown, missing or not valid.
+        ConfigError: An option is unknown, missing or not valid, or the layout breaks a rule.
 
     Example:
         >>> memory = parallel3d.estimate_memory(
@@ -58,7 +58,6 @@ def estimate_memory(**options: Any) -> RankMemory:
 
 
 def _words(options: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the options as command-line arguments."""
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         values = value if isinstance(value, list) else [value]

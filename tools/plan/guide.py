@@ -1,4 +1,4 @@
-"""`parallel3d-plan guide`: a table of strategies by cluster and model size."""
+"""`parallel3d-plan guide`: shows a table of strategies by cluster and model size."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from parallel3d.tools.plan.inputs import usual_request
 
 # This many GPUs share the states, so that each holds little more than one layer.
 _MANY = 4096
-_FAST_NODE = 100e9  # Bandwidth per device, in bytes per second, from which a node counts as fast.
+_FAST_NODE = 100e9  # A node is fast with at least this bandwidth per device, in bytes per second.
 _FAST_NETWORK = 20e9
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Prints the table and marks the row for the given model and cluster."""
+    """Returns the table, with the row for the model and cluster marked if a model is given."""
     guide = tomllib.loads(Path(__file__).with_name("guide.toml").read_text())
     cell = None
     if options.model or options.layers:
@@ -37,7 +37,7 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def find_cell(request: PlanRequest) -> tuple[str, str]:
-    """Returns the type of cluster and the model size of a request, as named in guide.toml."""
+    """Returns the cluster type and model size that guide.toml uses for a request."""
     cluster = request.cluster
     place = "many nodes, slow links"
     if request.gpus == 1:

@@ -1,4 +1,4 @@
-"""`parallel3d-plan hardware`, and the hardware files of devices and clusters by name."""
+"""`parallel3d-plan hardware`, and lookup of hardware files by the name of a device or cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from parallel3d.tools.plan.score import recorded_accuracy
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Lists the shipped hardware files, or shows that of one device or cluster."""
+    """Lists the shipped hardware files, or prints that of one device or cluster."""
     if options.name is None:
         every = _shipped()
         trees = [hardware_tree(each) for each in every.values()]
@@ -33,7 +33,7 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def file_of(name: str) -> str:
-    """Returns the file name for a name of a device or cluster. Paths are returned unchanged.
+    """Returns the name of the hardware file for a device or cluster. Paths are returned unchanged.
 
     Raises ConfigError if the name is unknown.
     """
@@ -42,7 +42,8 @@ def file_of(name: str) -> str:
 
 
 def asked_cluster(options: argparse.Namespace) -> Cluster:
-    """Returns the cluster of --gpu or --hardware with the user's links, memory and price.
+    """Returns the cluster of --gpu or --hardware, with the links, memory and price that the user
+    gave.
 
     Raises ConfigError unless exactly one of the two options is given.
     """
@@ -63,8 +64,9 @@ def asked_cluster(options: argparse.Namespace) -> Cluster:
 
 
 def find_cluster(name: str) -> Cluster:
-    """Returns the cluster of a shipped name or a file. Raises ConfigError if it is unknown or not
-    valid."""
+    """Loads a cluster by its shipped name or by path. Raises ConfigError if it is unknown or
+    invalid.
+    """
     return load_cluster(file_of(name), [HARDWARE])
 
 
@@ -87,7 +89,6 @@ def _shipped() -> dict[str, Cluster]:
 
 
 def _list(shipped: dict[str, Cluster]) -> Iterator[str]:
-    """Yields a line for each device in its usual nodes, and for each cluster."""
     runs = recorded_accuracy()["runs_by_hardware"]
     memory = "bf16 TFLOP/s    GiB  memory GB/s"
     yield f"{'name':<19}{'device':<16}{memory}  node  node GB/s  network GB/s  runs"

@@ -1,4 +1,4 @@
-"""Conversion of a subcommand's options to a planner request."""
+"""Converts a subcommand's options to a planner request."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from parallel3d.tools.plan.measured import corrected_by_runs
 from parallel3d.tools.plan.models import Model, find_model
 from parallel3d.tools.plan.score import recorded_accuracy
 
-_RISK = 0.05  # Default probability of running out of memory.
+_RISK = 0.05  # Default of --risk: probability of running out of memory.
 _STATE_DTYPES: dict[int | None, Literal["fp32", "bf16"]] = {32: "fp32", 16: "bf16"}
-# A recipe of defaults, with zeros for required keys.
+# Recipe with the default of every key, and zeros for required keys.
 USUAL = Recipe(
     model=ModelConfig(layers=0, hidden=0, heads=0, ffn_hidden=0, vocab=0),
     train=TrainConfig(steps=0, global_batch_size=0, seq_len=0),
@@ -42,15 +42,14 @@ USUAL = Recipe(
 
 @dataclass(frozen=True, kw_only=True)
 class ParsedRequest:
-    """A request and the source of its model."""
+    """A request, with its model as the user gave it."""
 
     request: PlanRequest
     model: Model
-    # Dtype of the optimizer states, from --optimizer-bits.
+    # Dtype of the optimizer states, from --optimizer-bits. None: not given, or 8 bits.
     state_dtype: Literal["fp32", "bf16"] | None = None
 
     def note_lines(self) -> list[str]:
-        """Returns the notes on the model file as lines of a report."""
         return [line for note in self.model.notes for line in wrapped("note", note)]
 
 
@@ -61,16 +60,17 @@ def read_request(
     fixed: Fixed | None = None,
     asks: str = "--gpus 64",
 ) -> ParsedRequest:
-    """Returns the request of the options.
+    """Converts parsed options to a request.
 
     Args:
         options: Parsed options of a subcommand.
-        gpus: Number of devices. Default: that of the recipe.
-        fixed: Fixed options of the layout.
-        asks: Example in error messages of how to give devices.
+        gpus: Number of devices. None: that of the recipe.
+        fixed: Layout settings that the user fixed. None: none.
+        asks: Example of an option that sets the number of devices, for error messages.
 
     Raises:
-        ConfigError: Options are missing or contradict each other.
+        ConfigError: Options are missing, contradict each other, or are not supported by the model,
+            device or framework.
     """
     model = find_model(options)
     train = model.recipe.train if model.recipe else None
@@ -128,7 +128,7 @@ def read_request(
 
 
 def usual_request(options: argparse.Namespace, *, gpus: int | None) -> PlanRequest:
-    """Returns a request with defaults for everything except the model."""
+    """Returns a request that defaults to H100s, sequences of 4,096 tokens and a batch size of 1."""
     usual = {"gpu": None if options.hardware else "h100", "seq_len": 4096, "global_batch": 1}
     said = {name: value for name, value in vars(options).items() if value is not None}
     filled = argparse.Namespace(**{**vars(options), **usual, **said})
@@ -142,7 +142,9 @@ def sequence_bytes(request: PlanRequest) -> float:
 
 
 def _context_note(request: PlanRequest) -> Iterator[str]:
-    """Yields a note if one sequence is too long for tp within a node without recompute."""
+    """Yields a note if the activations of one sequence, without recompute and split by tp over a
+    node, exceed a device's memory.
+    """
     node = request.cluster.gpus_per_node
     if request.framework.is_parallel3d and request.gpus > node:
         kept = sequence_bytes(request) / node
@@ -155,15 +157,15 @@ def _context_note(request: PlanRequest) -> Iterator[str]:
 
 
 def _failures(options: argparse.Namespace) -> Failures | None:
-    """Returns the failure options, or None if there are none."""
     names = Failures._fields
     said = {name: value for name, value in vars(options).items() if name in names and value}
     return Failures(**said) if said else None
 
 
 def read_fixed(options: argparse.Namespace) -> Fixed:
-    """Returns the values of --fix, --max-tp, --max-pp and --schedule. Raises ConfigError if two
-    contradict."""
+    """Returns the values of --fix, --max-tp, --max-pp and --schedule. Raises ConfigError if --fix
+    and --schedule contradict.
+    """
     said = read_layout(options.fix, "--fix")
     schedule = said.pop("schedule", options.schedule)
     if options.schedule not in (None, schedule):
@@ -174,7 +176,9 @@ def read_fixed(options: argparse.Namespace) -> Fixed:
 
 
 def _with_memory_limit(request: PlanRequest, options: argparse.Namespace) -> PlanRequest:
-    """Returns the request with the memory limit from --mem-fraction or --risk."""
+    """Returns the request with the memory limit that --mem-fraction or --risk (default: 5%)
+    implies.
+    """
     if options.mem_fraction is not None:
         if options.risk is not None:
             raise ConfigError("--risk: cannot be combined with --mem-fraction; omit one of them")
@@ -192,13 +196,13 @@ def _with_memory_limit(request: PlanRequest, options: argparse.Namespace) -> Pla
 def _framework(
     options: argparse.Namespace, cluster: Cluster, precision: str, *, compiled: bool
 ) -> FrameworkProfile:
-    """Returns the framework, with the user's allocator fragmentation and CUDA context memory."""
+    """Returns the framework's profile, adjusted to the precision and the user's memory options."""
     framework = FRAMEWORKS[known_name("framework", options.framework)]
     if framework.is_parallel3d:
         framework = COMPILED_PARALLEL3D if compiled else PARALLEL3D
     else:
         framework = in_precision(framework, precision)
-        if options.optimizer_bits is not None:  # AdamW has two states.
+        if options.optimizer_bits is not None:  # AdamW has two states per parameter.
             masters = framework.optimizer_bytes - framework.state_bytes
             states = options.optimizer_bits / 4
             framework = replace(framework, state_bytes=states, optimizer_bytes=masters + states)

@@ -1,6 +1,7 @@
 """`parallel3d-plan limits` finds the smallest cluster, longest sequence, largest batch and largest
-model. `parallel3d-plan sweep` compares cluster sizes and finds the cheapest that meets a
-deadline."""
+model. `parallel3d-plan sweep` compares devices and cluster sizes. With --max-days, it also finds
+the cheapest that meets this deadline.
+"""
 
 from __future__ import annotations
 
@@ -44,10 +45,10 @@ Row = tuple[PlanRequest, Strategy | str]
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Finds the limit that the user asks for, or all limits."""
+    """Finds the limit named by `options.what`, or all four."""
     fixed = read_fixed(options)
     axes = (fixed.pp, fixed.tp, fixed.dp_shard, fixed.dp_replicate)
-    # The number of devices is the result of `cluster`, not part of the request.
+    # `cluster` searches for this number, but a request needs one that the fixed axes allow.
     needed = prod(axis or 1 for axis in axes) if options.what == "cluster" else None
     asked = read_request(options, gpus=options.gpus or needed, fixed=fixed)
     check_fixed(asked.request)
@@ -60,7 +61,7 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def _limits(request: PlanRequest, what: str) -> Iterator[tuple[str, Strategy | None]]:
-    """Yields each limit with a layout that fits, or None. For `cluster` it is the best layout."""
+    """Yields each limit's name with a layout that reaches it (for `cluster` the best), or None."""
     if what in ("all", "cluster"):
         found = smallest_cluster(request)
         yield "cluster", found and search(found.request).strategies[0]
@@ -112,9 +113,7 @@ def _page(
 
 
 def _off(found: Strategy) -> str:
-    """Formats half the width of the range of the speed, which holds the true value in 8 of 10
-    cases.
-    """
+    """Formats the error range of the speed, which covers 8 of 10 cases, such as "+-7%"."""
     return f"+-{found.errors.throughput:.0%}"
 
 
@@ -146,7 +145,9 @@ def _limit_tree(name: str, found: Strategy) -> dict[str, object]:
 
 
 def sweep_answer(options: argparse.Namespace) -> Reply:
-    """Plans each size on each device of --gpu, and selects the cheapest within --max-days."""
+    """Plans each number of devices for each device of --gpu. Selects the cheapest within
+    --max-days.
+    """
     max_days = vars(options).get("max_days")
     if max_days is not None and options.tokens is None:
         raise ConfigError(f"--max-days {max_days:g}: needs a number of tokens; add --tokens 1T")
@@ -180,7 +181,7 @@ def sweep_answer(options: argparse.Namespace) -> Reply:
 
 
 def _rank(row: Row) -> tuple[int, float]:
-    """Sort key: fewest devices first, then fastest."""
+    """Sort key: fewest devices first, then fastest. Rows without a layout come last."""
     request, found = row
     return request.gpus, 0.0 if isinstance(found, str) else -found.cost.tokens_per_s_per_gpu
 

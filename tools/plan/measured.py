@@ -1,4 +1,4 @@
-"""`--measured`: measured runs on a cluster, and the corrected cluster."""
+"""`--measured`: corrects the predictions for a cluster with runs measured on it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from parallel3d.planner.search.request import PlanRequest
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.plan.compare import compare
 
-# If the step time differs from the prediction by a larger factor, the run is from another cluster.
-# This does not hold for uncalibrated CPUs, whose predictions are right only to an order of
-# magnitude.
+# If the step time is off by a larger factor, the run must be from a different cluster. For an
+# uncalibrated CPU, predictions are only accurate to an order of magnitude.
 _MOST_OFF = 5.0
 _MOST_OFF_OF_A_CPU = 50.0
 
@@ -25,7 +24,8 @@ _MOST_OFF_OF_A_CPU = 50.0
 def corrected_by_runs(
     request: PlanRequest, options: argparse.Namespace
 ) -> tuple[PlanRequest, list[str]]:
-    """Returns the request with its cluster corrected by --measured, and a note on each run.
+    """Returns the request with its cluster corrected by the runs of --measured, and a note on each
+    run.
 
     Raises ConfigError if a run cannot be from this cluster.
     """
@@ -37,7 +37,6 @@ def corrected_by_runs(
 
 
 def _note(measured: MeasuredRun) -> str:
-    """Describes measured and predicted values."""
     run = measured.run
     found = f"{measured.step_time_s:.3g} s per step ({step_cost(run).step_time_s:.3g} predicted)"
     if measured.memory_bytes is not None:
@@ -47,7 +46,7 @@ def _note(measured: MeasuredRun) -> str:
 
 
 def _read(path: Path, request: PlanRequest) -> MeasuredRun:
-    """Reads the run of a folder. Raises ConfigError if it cannot be from the request's cluster."""
+    """Reads a run folder. Raises ConfigError if the run cannot be from the request's cluster."""
     try:
         found = compare(path, request.cluster)
     except ConfigError as problem:

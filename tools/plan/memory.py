@@ -1,4 +1,4 @@
-"""`parallel3d-plan memory`: the memory of one layout by pipeline rank and kind."""
+"""`parallel3d-plan memory`: memory of a layout by pipeline rank and kind, or of model states."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _STRATEGIES: dict[ShardingName, str] = {
     "SHARD_GRAD_OP": "ZeRO-2",
     "FULL_SHARD": "ZeRO-3",
 }
-_MOST_RANKS = 8  # With more pipeline ranks, only those that may differ are shown.
+_MOST_RANKS = 8  # If there are more pipeline ranks, at most six are shown.
 
 
 def asked_layout(options: argparse.Namespace) -> tuple[ParsedRequest, Strategy]:
     """Returns the request, and the layout of --layout or the recipe.
 
-    Raises ConfigError if the trainer rejects the layout.
+    Raises ConfigError if there is none, or if it breaks a rule.
     """
     asked_parallel = read_parallel(options.layout, "--layout") if options.layout else None
     size = asked_parallel.world_size if asked_parallel else None
@@ -58,7 +58,9 @@ def asked_layout(options: argparse.Namespace) -> tuple[ParsedRequest, Strategy]:
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Reports the memory of a layout, or that of the model's states if no layout is given."""
+    """Reports the memory of a layout, or without one, for parallel3d, the model's states by
+    strategy.
+    """
     is_own = options.framework == "parallel3d"
     if is_own and not options.explain and not options.layout and find_model(options).recipe is None:
         request = usual_request(options, gpus=1)
@@ -86,9 +88,9 @@ def _states_tree(request: PlanRequest, sizes: tuple[int, ...]) -> dict[str, Any]
 
 
 def _states(request: PlanRequest, sharding: ShardingName, gpus: int) -> tuple[float, float, float]:
-    """Returns the bytes of weights, gradients and optimizer states per GPU.
+    """Returns bytes per GPU: weights, gradients, optimizer states.
 
-    They include weights that stay unsharded between forward and backward pass.
+    Weights include the unsharded ones that stay in memory between forward and backward pass.
     """
     on_all = replace(request, gpus=gpus, global_batch_size=gpus)
     run = on_all.planned_run(ParallelConfig(dp_shard=gpus, sharding=sharding))
@@ -117,8 +119,9 @@ def _states_page(request: PlanRequest, tree: dict[str, Any]) -> Iterator[str]:
 
 
 def explained(found: Strategy, *, whole: bool) -> Iterator[str]:
-    """Yields a line per pipeline rank, and if `whole` each kind of memory on the rank with the
-    highest peak."""
+    """Yields a line per pipeline rank (of many ranks, at most six). With `whole`, also yields the
+    kinds of memory at the highest peak.
+    """
     run = found.run
     usable_bytes = found.request.usable_bytes
     ranks = memory_by_rank(run)
@@ -127,7 +130,7 @@ def explained(found: Strategy, *, whole: bool) -> Iterator[str]:
     if len(ranks) > _MOST_RANKS:
         last = len(ranks) - 1
         shown = [ranks[rank] for rank in sorted({0, 1, last // 2, last - 1, last, worst.rank})]
-    # The total includes the other kinds, which --explain shows.
+    # The GiB column includes the kinds that are left out here. --explain shows them.
     columns = [
         kind for kind in MEMORY_KINDS if kind not in ("temporary", "fragmentation", "context")
     ]

@@ -1,5 +1,6 @@
-"""`parallel3d-plan models`, and the model of the options: a name, a Hugging Face `config.json`, a
-recipe, or sizes."""
+"""`parallel3d-plan models`, and the model that options select by name, Hugging Face `config.json`,
+recipe or sizes.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +52,15 @@ _NUMBERS = ("layers", "hidden", "heads", "kv_heads", "head_dim", "ffn_hidden", "
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """A shape and its source.
+    """A model to plan for, and its source.
 
     Attributes:
         shape: Shape of the model.
-        said: Value of --model.
-        recipe: Recipe that has the model, or None.
-        config: Model configuration, or None if the trainer has no module for it.
+        said: Value of --model, or empty if the sizes were given.
+        recipe: Recipe that defines the model, or None.
+        config: Model configuration, or None if `recipe` has it or the trainer has no module for it.
         longest: `max_position_embeddings` of a config.json, or None.
-        notes: Settings of the file that a plan ignores.
+        notes: Notes for the report, such as settings of the file that a plan ignores.
     """
 
     shape: ModelShape
@@ -71,7 +72,7 @@ class Model:
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Lists the named models, or counts the parameters of one."""
+    """Lists the models that can be named, or counts the parameters of one model."""
     if options.name is not None:
         shape = read_model(options.name).shape
         return Reply(page=lambda: _show(shape), tree=lambda: rounded(model_tree(shape)))
@@ -84,7 +85,6 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def all_named() -> list[ModelShape]:
-    """Returns the shapes of all named models."""
     cards = shape_cards()
     return [named_shape(name, cards) for name in shape_names(cards)]
 
@@ -92,7 +92,7 @@ def all_named() -> list[ModelShape]:
 def find_model(options: argparse.Namespace) -> Model:
     """Returns the model of --model or of the size options.
 
-    Raises ConfigError if it is missing, given twice, or unknown.
+    Raises ConfigError if it is missing, unknown or invalid, or given both by name and by sizes.
     """
     by_hand = [
         name.replace("_", "-") for name in (*_NUMBERS, "kind") if getattr(options, name) is not None
@@ -113,9 +113,11 @@ def find_model(options: argparse.Namespace) -> Model:
 
 
 def read_model(text: str) -> Model:
-    """Returns the model of a name or a path. Raises ConfigError if there is none."""
+    """Reads a model by name or path (config.json, its folder or a recipe). Raises ConfigError if
+    there is none.
+    """
     path = Path(text)
-    # Path.is_file raises for a name that is too long.
+    # Path.is_file() would raise for a name that is too long.
     if os.path.isfile(path / "config.json"):
         path = path / "config.json"
     if os.path.isdir(path):
@@ -135,7 +137,7 @@ def read_model(text: str) -> Model:
 
 
 def _of_config_json(path: Path, text: str) -> Model:
-    """Returns the model of a config.json, with or without a module in the trainer."""
+    """Reads the model of a config.json. The trainer need not have a module for it."""
     said = read_config_json(path)
     name = path.resolve().parent.name if path.stem == "config" else path.stem
     foreign = hf_config_shape(said, name, path)
@@ -145,7 +147,7 @@ def _of_config_json(path: Path, text: str) -> Model:
         return Model(
             shape=foreign, said=text, longest=part.get("max_position_embeddings"), notes=notes
         )
-    # Phi 3 is a Llama with packed matrices.
+    # Phi 3 is a Llama with fused q, k, v and gate, up matrices.
     plain = {**said, "model_type": "llama"} if said.get("model_type") == "phi3" else said
     config = from_hugging_face(plain, path, others=("phi3", *PLANNED_FAMILIES))
     return Model(
@@ -158,8 +160,9 @@ def _of_config_json(path: Path, text: str) -> Model:
 
 
 def _from_numbers(options: argparse.Namespace) -> ModelConfig:
-    """Returns a Llama or GPT with the sizes of the options. Raises ConfigError if a size is
-    missing."""
+    """Returns a Llama or GPT configuration from the size options. Raises ConfigError if a size is
+    missing or invalid.
+    """
     required = ("layers", "hidden", "heads", "vocab")
     if missing := ", ".join(f"--{name}" for name in required if getattr(options, name) is None):
         example = "--layers 32 --hidden 4096 --heads 32 --vocab 32000"
@@ -192,7 +195,7 @@ def _list(shapes: list[ModelShape]) -> Iterator[str]:
 
 
 def _show(shape: ModelShape) -> Iterator[str]:
-    """Yields the parameters of a model and its options that are not defaults."""
+    """Yields a model's parameter counts and the fields of its shape that are not defaults."""
     total = total_parameters(shape)
     experts = shape.experts
     yield f"{shape.name}: {total:,} parameters ({si(total)})"

@@ -1,4 +1,6 @@
-"""`parallel3d-plan recommend`, the default command: the best layouts for a model on a cluster."""
+"""`parallel3d-plan recommend`, the default subcommand: finds the best layouts for a model on a
+cluster.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ _OF_ONE_DEVICE = {
 
 
 def make_plan(options: argparse.Namespace) -> Plan:
-    """Finds the best layouts, and writes the requested files."""
+    """Plans a run, verifies the plan if requested, and writes the requested files."""
     launch = launch_file(options)
     asked = read_request(options, gpus=options.gpus, fixed=read_fixed(options))
     plan = _plan(options, asked)
@@ -48,7 +50,6 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Plans for a device, or compares several."""
     if "," in (options.gpu or ""):
         for name, usual in _OF_ONE_DEVICE.items():
             if (vars(options)[name] or usual) != usual:
@@ -74,7 +75,6 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def _explanation(plan: Plan) -> Iterator[str]:
-    """Yields the details of a plan: search, reasons, all notes, and expected errors."""
     checked = f"computed the memory of {plan.result.checked:,} layouts, excluded others by bounds"
     rows = [("searched", f"{checked}; ranked by {plan.objective}")]
     if plan.best is not None:
@@ -88,8 +88,8 @@ def _plan(options: argparse.Namespace, asked: ParsedRequest) -> Plan:
     request = asked.request
     start = time.perf_counter()
     why = None
-    # A search creates a million objects without cycles. Garbage collection would take 5% of its
-    # time.
+    # A search creates a million objects without reference cycles, so garbage collection would only
+    # cost 5% of its time.
     gc.disable()
     try:
         found = search(request, objective=options.objective, top=options.top or _TOP)
@@ -116,7 +116,9 @@ def _plan(options: argparse.Namespace, asked: ParsedRequest) -> Plan:
 
 
 def _remedies(request: PlanRequest, answer: PlanResult) -> Iterator[str]:
-    """Yields remedies: fewer constraints, more devices, shorter sequences, larger devices."""
+    """Yields changes to the request that would let a layout fit, such as full recompute or larger
+    devices.
+    """
     fixed = request.fixed
     full = replace(request, fixed=replace(fixed, recompute="full", recompute_every=None))
     if fixed.recompute not in (None, "full") and one_that_fits(full) is not None:
@@ -128,13 +130,13 @@ def _remedies(request: PlanRequest, answer: PlanResult) -> Iterator[str]:
 
 
 def _verified(asked: ParsedRequest, plan: Plan) -> Plan:
-    """Dry-runs the layouts in order until one fits. It becomes the best, and the layouts before it
-    are rejected.
+    """Dry-runs the layouts in order until one fits. It becomes the best, and those before it are
+    rejected.
 
-    Only the rank with the highest peak is run. Fragmentation and CUDA context come from the
-    estimate. Raises ConfigError if the trainer has no module for the model.
+    Runs only the rank with the highest estimated peak. Fragmentation and CUDA context are
+    estimates. Raises ConfigError if the trainer cannot run a layout.
     """
-    from parallel3d.tools.verify.dry_run import dry_run  # imports torch, which only --verify needs
+    from parallel3d.tools.verify.dry_run import dry_run  # Imported here because it imports torch.
 
     tried: list[tuple[Strategy, float]] = []
     refused: list[Rejected] = []

@@ -1,5 +1,6 @@
-"""`parallel3d-plan score`: errors of predictions for published runs, and the recorded errors that
-plans quote."""
+"""`parallel3d-plan score`: computes prediction errors for published runs, and records those that
+plans quote.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +45,13 @@ def answer(options: argparse.Namespace) -> Reply:
     if options.record is not None:
         figures = accuracy_of(file, scores[_LEFT_OUT])
         if options.record.resolve() == RECORDED.resolve():
-            RECORDED.unlink()  # It is replaced by the new figures.
+            RECORDED.unlink()  # write_output() never overwrites a file.
         write_output("--record", options.record, json.dumps(figures, indent=2) + "\n")
     return Reply(page=lambda: page(scores), tree=lambda: _tree(scores))
 
 
 def read_all(paths: Sequence[Path], folders: list[Path]) -> CaseFile:
-    """Returns the cases of all files."""
+    """Reads all case files. `folders` have the hardware files that cases name."""
     files = [read_cases(path, folders) for path in paths]
     cases = [case for file in files for case in file.cases]
     skipped = [each for file in files for each in file.skipped]
@@ -58,27 +59,24 @@ def read_all(paths: Sequence[Path], folders: list[Path]) -> CaseFile:
 
 
 def _tree(scores: Mapping[str, Score]) -> Any:
-    """Returns the scores as JSON. The plain score is the root, and the others are under their
-    names.
-    """
+    """Returns the score of all runs as JSON. Other scores are added under their names."""
     trees = {name.replace(" ", "_"): each.to_json() for name, each in scores.items()}
     return trees.pop(_PLAIN.replace(" ", "_")) | trees
 
 
 def with_ranges(file: CaseFile) -> Score:
-    """Scores cases with the range of each prediction."""
+    """Scores cases, including whether each measurement is in the range of its prediction."""
     recorded = recorded_accuracy()
     return score(file, spread_of_case=lambda case: error_model_of(case.run, recorded))
 
 
 def recorded_accuracy() -> dict[str, Any]:
-    """Returns the accuracy recorded in accuracy.json."""
     found: dict[str, Any] = json.loads(RECORDED.read_text())
     return found
 
 
 def how_sure(about: PlanRequest | PlannedRun) -> str:
-    """Describes the recorded errors on held-out sources."""
+    """Describes the recorded errors for published runs whose source was held out of the fit."""
     own = ""
     if about.shape.experts is not None:
         own = "not fitted to mixtures of experts (25 published runs: 8% error); "
@@ -95,7 +93,9 @@ def how_sure(about: PlanRequest | PlannedRun) -> str:
 
 
 def accuracy_of(file: CaseFile, blind: Score) -> dict[str, Any]:
-    """Returns the accuracy for accuracy.json, dated today, with each source held out."""
+    """Returns the content of accuracy.json, dated today. `blind` is the score with sources held
+    out.
+    """
     counted = {case.id for case in blind.cases if not case.apart and case.errors_pct}
     by_hardware = Counter(case.run.cluster.name for case in file.cases if case.id in counted)
     figures = {"fit_accuracy": round(blind.fit.accuracy or 0.0, 2)}
@@ -113,7 +113,7 @@ def accuracy_of(file: CaseFile, blind: Score) -> dict[str, Any]:
 
 
 def page(scores: Mapping[str, Score]) -> Iterator[str]:
-    """Yields a table for each score: totals, a line per source, and skipped cases."""
+    """Yields a table per score, with totals and a line per source, then the skipped cases."""
     for title, found in scores.items():
         fits = f"{found.fit.cases:>6}{_percent(found.fit.accuracy):>8}"
         yield f"{title:<32}{'runs':>6}{'median':>8}{'p90':>8}{'bias':>8}{'in range':>10}"

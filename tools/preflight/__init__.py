@@ -1,2 +1,1 @@
-"""`parallel3d-launch check`: checks hardware, software and speed of the nodes before a recipe is
-trained on them."""
+"""`parallel3d-launch check`: checks hardware, software and speed of nodes before training."""

@@ -35,21 +35,21 @@ class RankFacts:
     host: str
     device: str  # Name of the GPU, or "CPU".
     versions: dict[str, str] = field(default_factory=dict)
-    clock_s: float = 0.0  # time.time(), read on all ranks at the same moment.
-    free_bytes: int | None = None  # Free memory of the rank's GPU, or of the host without a GPU.
-    disk_free_bytes: int | None = None  # Free disk space at the folder of the run.
-    problems: tuple[str, ...] = ()  # Problems with the folder of the run or with the data.
+    clock_s: float = 0.0  # time.time(), read on all ranks after a barrier.
+    free_bytes: int | None = None  # Free memory of the rank's GPU, or of the host; None: unknown.
+    disk_free_bytes: int | None = None  # Free disk space in the run folder.
+    problems: tuple[str, ...] = ()  # Problems with the run folder or the data.
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeNeeds:
-    """Memory and disk space that the recipe needs. They are 0 for a model class that the planner
-    does not know."""
+    """Memory and disk space that the recipe needs. Bytes are 0 if the planner does not know the
+    model class, and memory also if it does not support a setting.
+    """
 
-    # Bytes per pipeline rank, without the memory that a process uses before training.
+    # Bytes per rank, for each pipeline rank, without the memory of a process before training.
     memory_bytes: tuple[float, ...]
-    # Maximum number of checkpoints on the disk: those that are kept and the one being written.
-    checkpoints: int
+    checkpoints: int  # Maximum number on disk: kept ones and one being written.
     checkpoint_bytes: float
 
     @classmethod
@@ -78,7 +78,6 @@ class RecipeNeeds:
 
 
 def rank_facts(rank: int, device: torch.device) -> RankFacts:
-    """Returns the facts that every rank reports."""
     versions = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -101,8 +100,9 @@ def rank_facts(rank: int, device: torch.device) -> RankFacts:
 
 @contextmanager
 def marked(run_dir: str | None) -> Iterator[str]:
-    """Context manager that creates a temporary file in the folder of the run, and yields its name.
-    Other hosts use it to check that they share the folder. The name is "" if it cannot be created.
+    """Context manager that creates a temporary file in the run folder or its nearest existing
+    parent, and yields its name, or "" if there is no writable folder. Other hosts look for the file
+    to check that they share the folder.
     """
     if run_dir is None or not os.access(folder_above(run_dir), os.W_OK):
         yield ""
@@ -112,14 +112,15 @@ def marked(run_dir: str | None) -> Iterator[str]:
 
 
 def folder_above(run_dir: str) -> Path:
-    """Returns the folder of a run, or its nearest existing parent."""
+    """Returns the run folder, or its nearest existing parent."""
     path = Path(run_dir).absolute()
     return next(each for each in (path, *path.parents) if each.is_dir())
 
 
 def host_facts(facts: RankFacts, recipe: Recipe, run_dir: str | None, mark: str) -> RankFacts:
-    """Adds disk and problems to the facts of the first rank of a host. `mark` is the name of the
-    file that rank 0 has created in the folder of the run."""
+    """Adds free disk space and problems to the facts of a host's first rank. `mark` is the name of
+    the file that rank 0 has created (see `marked`).
+    """
     train = recipe.train
     problems = []
     free_bytes = None

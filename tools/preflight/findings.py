@@ -1,4 +1,6 @@
-"""Findings of a check, and its report as text and JSON, computed from the reports of the ranks."""
+"""Findings of a check, and its report as text and JSON, from the facts and measurements of all
+ranks.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +18,9 @@ from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.tools.preflight.facts import RankFacts, RecipeNeeds
 from parallel3d.tools.preflight.measure import TimedLink
 
-# A rank is slow below this fraction of the median matmul rate. All other ranks wait for it.
+# A rank is slow below this fraction of the median matmul rate. All others wait for it.
 SLOW_RANK = 0.8
-SLOW_LINK = 0.5  # A link is slow below this fraction of the median bandwidth of links of its kind.
+SLOW_LINK = 0.5  # A link is slow below this fraction of the median bandwidth of its kind.
 # Largest accepted clock difference in seconds. A larger one mixes up the order of log lines.
 CLOCK_S = 1.0
 # Software whose versions must agree, or ranks cannot train together.
@@ -27,7 +29,7 @@ _MUST_BE_EQUAL = ("torch", "parallel3d", "nccl")
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem. `breaks`: the run would fail, not just be slow."""
+    """A problem. If `breaks` is True, the run would fail. Otherwise it is a warning."""
 
     text: str
     breaks: bool
@@ -39,14 +41,14 @@ def can_train_together(facts: Sequence[RankFacts]) -> bool:
 
 
 def slow_ranks(matmuls: Sequence[float]) -> list[int]:
-    """Returns the ranks whose matmuls are much slower than the median."""
+    """Returns the ranks whose matmul rate is below `SLOW_RANK` times the median."""
     usual = median_high(matmuls)
     return [rank for rank, rate in enumerate(matmuls) if rate < SLOW_RANK * usual]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckReport:
-    """All results of a check, by rank. If versions differ, nothing was measured."""
+    """All results of a check. If software versions prevent training, nothing was measured."""
 
     recipe: Recipe
     needs: RecipeNeeds
@@ -97,7 +99,6 @@ class CheckReport:
         yield f"findings: {len(findings)}, {verdict} ({self.seconds:.0f} s)"
 
     def tree(self) -> Any:
-        """Returns the report as plain data, including the facts of each rank."""
         return rounded(
             {
                 "schema": "parallel3d.check/3",
@@ -142,7 +143,7 @@ class CheckReport:
                 yield Finding(text, name in _MUST_BE_EQUAL)
 
     def _memory(self) -> Iterator[Finding]:
-        # Every rank has a GPU of its own, so each shares memory with no other rank.
+        # On GPUs, each rank has its own memory. On CPUs, ranks of a host share it.
         sharing = [[each] for each in self.facts]
         if self.facts[0].device == "CPU":
             sharing = list(self._by_host().values())
@@ -192,9 +193,10 @@ class CheckReport:
                 )
 
     def _slow_links(self) -> Iterator[Finding]:
-        """Yields findings about slow links. Links between hosts are compared with each other, and
-        so are links within hosts."""
-        between: dict[str, float] = {}  # Lowest bandwidth measured in each direction.
+        """Yields findings about slow messages. Links between hosts are compared with each other,
+        and so are links within hosts.
+        """
+        between: dict[str, float] = {}  # Lowest bandwidth in bytes/s, keyed by direction.
         within: dict[str, float] = {}
         for each in self.links:
             if each.kind == "message":

@@ -21,8 +21,8 @@ from parallel3d.mesh import Axis
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16}  # All other precisions use bfloat16.
 _MATRIX_SIDES = {"cpu": 512, "cuda": 8192}
-_MATMULS = 10  # Number of matmuls that are timed together.
-_MATMULS_S = 1.5
+_MATMULS = 10  # Number of matmuls per timing.
+_MATMULS_S = 1.5  # Minimum duration of a measurement.
 _MESSAGE_BYTES = {"cpu": 1 << 20, "cuda": 1 << 26}
 _CALLS = 5
 
@@ -55,17 +55,20 @@ def measure_matmuls(device: torch.device, precision: Precision) -> float:
 
 
 def measure_axis(name: str, axis: Axis, device: torch.device) -> list[TimedLink]:
-    """Measures this rank's group of an axis while all other groups do the same. Every rank calls
-    it.
+    """Measures this rank's group of an axis while all other groups do the same. Every rank must
+    call it.
 
-    An all-reduce counts 2 (n - 1) / n of its bytes (nccl-tests, doc/PERFORMANCE.md)."""
+    The bandwidth of an all-reduce is its bus bandwidth, which counts 2 (n - 1) / n times its bytes
+    (nccl-tests, doc/PERFORMANCE.md).
+    """
     ranks = tuple(dist.get_process_group_ranks(axis.group))
     x = torch.zeros(_MESSAGE_BYTES[device.type] // 4, device=device)
     answer = torch.zeros(1, device=device)
     seconds = _median_s(lambda: all_reduce(x, axis), device)
     moved = 2 * (axis.size - 1) / axis.size * x.nbytes
     found = [TimedLink(axis=name, kind="all-reduce", ranks=ranks, bandwidth=moved / seconds)]
-    # First every second rank sends to the next one and then receives, then the others.
+    # Pairs of neighbors exchange messages in both directions: first the pairs whose lower rank is
+    # even, then the others.
     for parity, up in product(range(min(2, axis.size - 1)), (True, False)):
         lower = axis.rank - (axis.rank + parity) % 2
         upper = lower + 1

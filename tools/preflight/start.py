@@ -18,10 +18,10 @@ from parallel3d.recipes.pretrain import run_rank
 
 
 def check_cluster(recipe: Recipe, options: argparse.Namespace) -> int:
-    """Runs the check, or one rank of it under a launcher. Returns the exit status."""
+    """Runs the check locally, or one rank of it under a launcher. Returns the exit status."""
     check_model(recipe.model)
     options.run_dir = recipe.run_dir
-    # A check writes nothing to the folder of the run, even if it fails.
+    # A check leaves nothing in the run folder, even if it fails.
     train = replace(recipe.train, start_timeout_s=min(options.wait_s, recipe.train.start_timeout_s))
     recipe = replace(recipe, run_dir=None, train=train)
     rendezvous = Rendezvous.from_environment()

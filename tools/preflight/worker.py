@@ -27,8 +27,10 @@ _T = TypeVar("_T")
 
 
 def check(recipe: Recipe, rendezvous: Rendezvous, options: argparse.Namespace) -> None:
-    """Checks the cluster. Every rank calls it, and rank 0 prints the report. Raises ClusterError on
-    all ranks if a finding would break the run."""
+    """Checks the cluster. Every rank must call it, and rank 0 prints the report. Raises
+    ClusterError on all ranks for a finding that would break the run, or with --strict for any
+    finding.
+    """
     start = time.perf_counter()
     with process_group(recipe, rendezvous) as device:
         facts = _exchange_facts(recipe, rendezvous, options, device)
@@ -70,10 +72,9 @@ def _exchange_facts(
 
 
 def _measure(recipe: Recipe, device: torch.device) -> tuple[list[float], list[TimedLink]]:
-    """Measures the matmuls of all ranks and the axes of the mesh."""
+    """Measures matmuls (FLOP/s) and the links along each axis. Returns the results of all ranks."""
     own = 0.0
-    # Several rounds, because a rank that was interrupted once is not slow.
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS):  # Repeat, because a rank that is interrupted once is not slow.
         own = max(own, measure_matmuls(device, recipe.train.precision))
         matmuls = _all_gather(own)
         if not slow_ranks(matmuls):

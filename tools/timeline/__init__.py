@@ -1,1 +1,1 @@
-"""Simulation of a pipeline schedule: `parallel3d-plan timeline`."""
+"""`parallel3d-plan timeline`: simulates a pipeline schedule."""

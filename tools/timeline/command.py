@@ -1,5 +1,4 @@
-"""`parallel3d-plan timeline`: simulates a pipeline schedule and shows it as a picture, numbers and
-files."""
+"""`parallel3d-plan timeline`: simulates a pipeline schedule, draws it, and writes files."""
 
 from __future__ import annotations
 
@@ -18,18 +17,17 @@ from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
 from parallel3d.timeline.spans import Timeline
 from parallel3d.tools.cli_output import Reply, check_free, write_output
 
-# Maximum number of actions. They are simulated in about a minute with a few gigabytes.
+# Maximum number of actions. Simulating them takes about a minute and a few GB.
 _MOST_ACTIONS = 5_000_000
 _WIDTH_WHERE_PIPED = 200
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Simulates the schedule and writes the requested files."""
     for option in ("csv", "svg", "trace"):
         check_free(f"--{option}", vars(options)[option])
     try:
         schedule = _load(options) if options.schedule_file else _build(options)
-    except ScheduleError as error:  # The error is in the options or in the file.
+    except ScheduleError as error:  # The options or the schedule file are invalid.
         raise ConfigError(str(error)) from error
     half = 1.0 if options.backward is None else options.backward / 2
     input_s, weight_s = options.split or (half, half)
@@ -49,7 +47,6 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def _load(options: argparse.Namespace) -> Schedule:
-    """Loads a schedule from a file. Raises ConfigError or ScheduleError."""
     for option in ("schedule", "pp", "microbatches", "virtual_stages"):
         if getattr(options, option) is not None:
             name = "--" + option.replace("_", "-")
@@ -59,8 +56,6 @@ def _load(options: argparse.Namespace) -> Schedule:
 
 
 def _build(options: argparse.Namespace) -> Schedule:
-    """Builds the schedule from the options. Raises ConfigError or ScheduleError if they are
-    invalid."""
     if options.schedule is None:
         raise ConfigError(
             "--schedule: required unless --schedule-file is given; try --schedule 1f1b"

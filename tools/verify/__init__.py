@@ -1,2 +1,1 @@
-"""`parallel3d-plan verify`: a dry run of one rank on fake tensors, compared with the planner's
-memory estimate."""
+"""`parallel3d-plan verify`: compares a dry run of one rank with the planner's memory estimate."""

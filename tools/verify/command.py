@@ -37,12 +37,11 @@ class Verified:
     rank: int
     model: RankMemory
     dry: DryRun
-    parameters: int  # Number of parameters, according to the estimate.
+    parameters: int  # Number of elements that the rank updates, as estimated.
 
     @property
     def difference(self) -> float:
-        """Relative difference of the estimate to the dry run. Positive if the estimate is on the
-        safe side."""
+        """Relative error of the estimate. Positive if it is higher than the dry run's peak."""
         return self.model.allocated / self.dry.peak.total - 1
 
     def rows(self) -> Iterator[tuple[str, float, float]]:
@@ -58,7 +57,9 @@ class Verified:
 
 
 def answer(options: argparse.Namespace) -> Reply:
-    """Verifies the requested rank. Raises ConfigError for a rank outside the layout."""
+    """Verifies the requested rank, or the first one of the pipeline rank with the highest estimated
+    peak. Raises ConfigError for a rank outside the layout.
+    """
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
     rank = options.rank
     parallel = recipe.parallel
@@ -85,7 +86,6 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def verify(recipe: Recipe, rank: int) -> Verified:
-    """Dry-runs `rank`, and estimates the memory of its pipeline rank."""
     # This imports torch, which is not needed to report errors in the input.
     from parallel3d.tools.verify.dry_run import dry_run
 

@@ -1,11 +1,12 @@
-"""A dry run: one rank of a recipe trains a step on tensors with a shape but without memory.
+"""Dry run: one rank of a recipe trains a step on fake tensors, which have a shape but no memory.
 
 The process group has the full size but sends nothing. The model, sharding, pipeline runtime,
 transport and optimizer are those of the trainer. The dry run needs neither a GPU nor much memory.
 
-Code that reads a value, such as a check for a finite loss, gets 1. If the recipe is not for CPUs,
-RMSNorm is replaced by the fused GPU kernel, which saves less (`fused_rms_norm`), and attention uses
-the kernel that the table of kernels selects for a GPU."""
+Code that reads the value of a tensor, such as the check for a finite loss, gets 1 or True. Unless
+the recipe is for CPUs, RMSNorm saves the same tensors as the fused GPU kernel (`fused_rms_norm`),
+and attention uses the kernel that an H100 would use.
+"""
 
 from __future__ import annotations
 
@@ -49,25 +50,25 @@ from parallel3d.tools.verify.ledger import Ledger, Made, Snapshot
 from parallel3d.torch_private import local_of, tree_iter
 from parallel3d.training.trainer import Trainer
 
-# GPU that selects the attention kernel.
+# An H100, for selecting the attention kernel.
 _GPU = AttentionDevice("cuda", capability=(9, 0), torch=fused_attention.TORCH_VERSION)
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """Peak memory of one rank. `at` is the action of the schedule at the peak, or the phase after
-    the last action."""
+    """Peak memory of one rank. `at` says during or after which action it occurs."""
 
     peak: Snapshot
     at: str
-    parameter_count: int  # Number of elements that the optimizer of this rank updates.
+    parameter_count: int  # Number of elements that this rank's optimizer updates.
     microbatches: int  # Number of microbatches in the dry run. More would only repeat the schedule.
     seconds: float
 
 
 class _Clock(Recorder):
-    """Reports actions to the ledger. The runtime reads the time of a recorder before and after each
-    action."""
+    """Recorder that reports actions to the ledger. The runtime calls `now` before and after each
+    action, and then `add`.
+    """
 
     def __init__(self, ledger: Ledger, actions: tuple[Action, ...]) -> None:
         self._ledger = ledger
@@ -88,11 +89,13 @@ class _Clock(Recorder):
 
 
 class ShapesOnly(FakeTensorMode):
-    """Fake tensors of torch with two changes: operators on real tensors, such as the ranks of a
-    mesh, are executed, and reading a fake tensor returns 1 or True."""
+    """FakeTensorMode with two changes: operators whose tensors are all real, such as the ranks of a
+    mesh, are executed, and reading the value of a fake tensor returns 1 or True.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # lift_fresh creates a constant, which must stay fake.
+        # torch.tensor(1.0) dispatches lift_fresh on a real tensor. Its result must become a fake
+        # tensor.
         if FakeTensor not in types and func is not torch.ops.aten.lift_fresh.default:
             tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
             if tensors and all(type(tensor) is Tensor for tensor in tensors):
@@ -100,18 +103,19 @@ class ShapesOnly(FakeTensorMode):
         if func is READ_A_VALUE:
             return args[0].dtype.is_floating_point and 1.0 or (args[0].dtype is torch.bool or 1)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        # Clear the memo of converted tensors, because `to_empty` does not replace parameters with
-        # other references.
+        # References in the memo of converted tensors would keep `to_empty` from replacing
+        # parameters.
         self.fake_tensor_converter.meta_converter.tensor_memo.clear()
         return result
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """Shards of a tensor that are cut on demand.
+    """Shards of a tensor, created on demand.
 
-    `fully_shard` needs only two of them. Cutting all would take 0.1 ms of Python each, which is a
-    quarter of an hour with 16,384 ranks."""
+    `fully_shard` needs only two of them. Creating one takes 0.1 ms, so with 16,384 ranks, creating
+    all shards of all parameters would take a quarter of an hour.
+    """
 
     tensor: Tensor
     num_chunks: int
@@ -119,7 +123,8 @@ class Chunks:
 
     def __getitem__(self, rank: int) -> Tensor:
         """Returns the shard of a data-parallel rank: `ceil(rows / num_chunks)` rows of dimension
-        `dim`, fewer at the end."""
+        `dim`, fewer or none at the end.
+        """
         rows = self.tensor.size(self.dim)
         each = -(-rows // self.num_chunks)
         begin = rank * each
@@ -131,8 +136,9 @@ class Chunks:
 def fused_rms_norm(
     x: Tensor, normalized_shape: list[int], weight: Tensor, eps: float | None = None
 ) -> Tensor:
-    """RMSNorm as the fused GPU kernel of torch computes it. It saves its input and one number per
-    token, while the CPU operators save several copies in float32."""
+    """Stands in for torch's fused RMSNorm kernel, but computes nothing. The kernel saves its input
+    and one number per token, while the CPU operators save several copies in float32.
+    """
     y: Tensor = _FusedRMSNorm.apply(x, weight)
     return y
 
@@ -155,8 +161,9 @@ class _FusedRMSNorm(Function):
 
 
 def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
-    """Trains one step on `rank`, with existing optimizer states, and returns its peak memory.
-    `gpu_bytes` is the memory of a GPU, or None for CPUs."""
+    """Trains one step on `rank`, with optimizer states already allocated, and returns its peak
+    memory. `gpu_bytes` is the memory of a GPU, or None for CPUs.
+    """
     start = time.perf_counter()
     recipe = shortened(recipe)
     usual = usual_bucket_mib(on_gpu=gpu_bytes is not None)
@@ -165,13 +172,13 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
     receive = Transport.receive
 
     def kept_from_now_on(transport: Transport, taker: Action) -> tuple[Tensor, ...]:
-        """Counts received tensors as saved by the forward pass."""
+        """Counts tensors received for a forward pass as saved activations."""
         tensors = receive(transport, taker)
         ledger.mark(tensors, "forward" if taker.kind is Kind.FORWARD else "between")
         return tensors
 
     def to_host(parameter: FSDPParam, gradient: Tensor) -> DTensor:
-        """Copies a reduced gradient to the host. On a CPU it would stay in place."""
+        """Simulates the copy of a reduced gradient to the host, which torch omits on CPUs."""
         with ledger.on_host():
             return shared(parameter, gradient.clone())
 
@@ -183,7 +190,7 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
         modes.enter_context(cutting_by(Chunks))
         modes.enter_context(mock.patch.object(Transport, "receive", kept_from_now_on))
         if gpu_bytes is not None:
-            # Patched by name, because a function mode is off during recomputation.
+            # A patch, not a TorchFunctionMode, because modes are disabled during recomputation.
             modes.enter_context(mock.patch.object(F, "rms_norm", fused_rms_norm))
             modes.enter_context(
                 mock.patch.object(fused_attention, "device_of", lambda device: _GPU)
@@ -192,7 +199,7 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
                 modes.enter_context(sdpa_kernel(SDPBackend.MATH))
         trainer, batch = build_dry(recipe, mesh, torch.device("cpu"), gpu_bytes)
         actions = trainer.pipeline.schedule.ranks[trainer.pipeline.links.rank]
-        # Allocate what is allocated only once: the memory for gathered parameters.
+        # Run a forward pass, because storages of unsharded parameters are allocated only once.
         trainer.logits(batch.inputs[:1], batch.documents and batch.documents[:1])
         for parameter in trainer.parameters:
             parameter.part.sync_views()
@@ -208,8 +215,8 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
         ledger.mark(locals_, at_rest[0])
         states = (value for state in trainer.optimizer.state.values() for value in state.values())
         ledger.mark((value for value in states if isinstance(value, FakeTensor)), at_rest[1])
-        trainer.engine.publish()  # As after a previous step.
-        gc.collect()  # Frees the reference cycles of the forward pass above.
+        trainer.engine.publish()  # As after the optimizer step of a previous step.
+        gc.collect()  # Free reference cycles of the forward pass above.
         ledger.forget_peak()
         trainer.train_step(batch, _Clock(ledger, actions))
         return DryRun(
@@ -224,10 +231,11 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
 def build_dry(
     recipe: Recipe, mesh: DeviceMesh, device: torch.device, gpu_bytes: float | None
 ) -> tuple[Trainer, Batch]:
-    """Returns the trainer of this rank and a batch, in a world without other processes.
+    """Builds the trainer of this rank and a batch for it, without other processes.
 
-    Call it within `ShapesOnly`. The tensors of the trainer are fake tensors on `device` without
-    weights. `gpu_bytes` is the memory of a GPU, or None for CPUs."""
+    Call it within `ShapesOnly`. The trainer's tensors are fake tensors on `device`. `gpu_bytes` is
+    the memory of a GPU, or None for CPUs.
+    """
     trainer = Trainer(
         recipe,
         mesh=mesh,
@@ -251,7 +259,7 @@ def build_dry(
 
 
 def _place(peak: Snapshot, actions: tuple[Action, ...]) -> str:
-    """Names the action at the peak. Odd numbers are actions, even ones the time after them."""
+    """Describes when the peak occurs. `peak.action` is odd during an action and even after one."""
     number, between = divmod(peak.action - 1, 2)
     if not between:
         return f"action {number + 1} of {len(actions)}, {actions[number]}"
@@ -261,7 +269,7 @@ def _place(peak: Snapshot, actions: tuple[Action, ...]) -> str:
 
 
 def shortened(recipe: Recipe) -> Recipe:
-    """Returns the recipe with fewer microbatches but the same peak memory on every rank."""
+    """Returns the recipe with fewer microbatches, if every rank's peak memory stays the same."""
     parallel = recipe.parallel
     pp = recipe.parallel.pp
     if SCHEDULES[parallel.schedule].holds_whole_batch:
@@ -276,7 +284,7 @@ def shortened(recipe: Recipe) -> Recipe:
         )
         return schedule.peak_live_microbatches
 
-    # Multiples of pp for interleaved schedules, and enough microbatches to accumulate gradients.
+    # Try pp + 2, and multiples of pp, which interleaved schedules need. All accumulate gradients.
     few = [count for count in (pp + 2, 2 * pp, 3 * pp, 4 * pp) if count < recipe.microbatches]
     whole = peaks(recipe.microbatches)
     count = next((count for count in few if peaks(count) == whole), recipe.microbatches)

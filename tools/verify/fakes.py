@@ -18,14 +18,14 @@ READ_A_VALUE = torch.ops.aten._local_scalar_dense.default
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Returns an identifier of a live storage. `data_ptr` is 0 for all fake tensors."""
+    """Returns an identifier of a live storage. `data_ptr` would be 0 for all fake tensors."""
     return int(storage._cdata)
 
 
 @contextmanager
 def cutting_by(chunk: Any) -> Iterator[None]:
     """Context manager that makes `fully_shard` split parameters with `chunk(tensor, chunks,
-    dim=...)`. The default creates one tensor per rank.
+    dim=...)`. By default it creates one tensor per rank.
     """
     eager = _fsdp_param._chunk_with_empty
     _fsdp_param._chunk_with_empty = chunk
@@ -37,9 +37,8 @@ def cutting_by(chunk: Any) -> Iterator[None]:
 
 @contextmanager
 def world_of_none(size: int, rank: int) -> Iterator[None]:
-    """Context manager with a default process group of `size` ranks, in which only this process
-    exists, as `rank`. Nothing is sent. torch registers this backend only in a module for its own
-    tests.
+    """Context manager that opens a default process group of `size` ranks. Only this process exists,
+    as `rank`, and nothing is sent. The import from torch.testing registers the backend.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -49,5 +48,5 @@ def world_of_none(size: int, rank: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        # Otherwise DTensor would give tensors of the next world a mesh of this one.
+        # Otherwise DTensor's cache would give tensors of the next group a mesh of this one.
         _clear_sharding_prop_cache()

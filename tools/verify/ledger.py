@@ -2,9 +2,10 @@
 with its purpose.
 
 A `TorchDispatchMode` sees the outputs of each operator, and a weak reference reports the end of a
-storage. `fully_shard` frees and allocates gathered parameters by resizing their storages, which
-bypasses the dispatcher. An open ledger therefore patches `UntypedStorage.resize_`, as MemTracker of
-torch does."""
+storage. `fully_shard` allocates and frees unsharded parameters by resizing their storages, which
+bypasses the dispatcher. An active ledger therefore patches `UntypedStorage.resize_`, as torch's
+MemTracker does.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from parallel3d.tools.verify.fakes import storage_id
 from parallel3d.torch_private import TorchDispatchMode, local_of, tree_iter
 
-# Purpose of a storage. "host" is CPU memory (parallel.offload), which does not count.
+# Purpose of a storage, or the phase that allocated it. "gathered": unsharded parameters. "host": in
+# CPU memory (parallel.offload), which is not counted.
 Made = Literal["parameters", "optimizer", "gathered", "forward", "backward", "between", "host"]
 
 
@@ -33,16 +35,17 @@ class _Piece:
 
     nbytes: int
     made: Made
-    action: int  # Index of the action that allocated it.
-    watch: Any  # Weak reference. It must be kept, or its callback would not run.
+    action: int  # Index of the action that allocated it. -1: before the step, or resized.
+    watch: Any  # Weak reference, kept so that its callback runs.
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """Live bytes at one time, by purpose.
 
-    `at_work` counts only bytes allocated since the current action began. `action` is the index of
-    that action in the step."""
+    `at_work` counts only bytes allocated since the current action began. `action` counts the calls
+    of `Ledger.begin` in the step: it is odd during an action and even after one.
+    """
 
     made: dict[Made, int]
     at_work: dict[Made, int]
@@ -53,7 +56,9 @@ class Snapshot:
         return sum(self.made.values())
 
     def waiting(self, made: Made) -> int:
-        """Returns the bytes that existed before the current action began."""
+        """Returns the live bytes of this purpose that were allocated before the current action
+        began.
+        """
         return self.made.get(made, 0) - self.at_work.get(made, 0)
 
 
@@ -71,7 +76,7 @@ class Ledger(TorchDispatchMode):
         self.peak = Snapshot({}, {}, 0)
 
     def begin(self, phase: Made) -> None:
-        """Begins an action, or the time after one."""
+        """Begins an action, or the time after one. New storages get the purpose `phase`."""
         self._action += 1
         self._phase = phase
         self._at_work.clear()
@@ -85,7 +90,7 @@ class Ledger(TorchDispatchMode):
         self.peak = self._snapshot()
 
     def mark(self, tensors: Iterable[Tensor], made: Made) -> None:
-        """Sets the purpose of the storages of some tensors."""
+        """Sets the purpose of the tensors' storages."""
         for tensor in tensors:
             piece = self._pieces[storage_id(tensor.untyped_storage())]
             nbytes = piece.nbytes
@@ -95,7 +100,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Context manager in which new storages count as host memory."""
+        """Context manager that counts storages allocated in the `with` block as host memory."""
         phase = self._phase
         self._phase = "host"
         yield
@@ -119,8 +124,8 @@ class Ledger(TorchDispatchMode):
         self._patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Operators inside a DTensor operator are not counted, because DTensor tries each new one at
-        # the global shape.
+        # Operators inside a DTensor operator are intentionally not seen: DTensor tries each new one
+        # at the global shape.
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self._see(result)
