@@ -223,7 +223,7 @@ def peak_of_loss(tp: int, in_chunks: bool, device_type: str) -> int:
         before = torch.cuda.memory_allocated(device)
         step(LOSS_TOKENS)
         return torch.cuda.max_memory_allocated(device) - before
-    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, the peak of the process
+    Path("/proc/self/clear_refs").write_text("5")  # Resets VmHWM, the peak memory of the process.
     before = _memory_bytes("VmRSS")
     step(LOSS_TOKENS)
     return _memory_bytes("VmHWM") - before

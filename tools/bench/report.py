@@ -20,7 +20,7 @@ class Options:
     """Options of a benchmark. None selects its default."""
 
     rounds: int | None = None
-    steps: int | None = None  # per round
+    steps: int | None = None  # Number of steps per round.
     case: str = ""  # run only cases with this in their name
     device: Literal["cpu", "cuda"] = "cpu"
 

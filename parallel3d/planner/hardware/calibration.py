@@ -71,7 +71,7 @@ class Overhead:
     block: float  # Per block and microbatch, in the forward and backward pass together.
     microbatch: float  # Per microbatch, including embedding, head and loss.
     layer: float  # Per layer and step.
-    step: float  # per step
+    step: float  # Per step.
     parameter: float  # Per parameter of the rank and step.
 
     def plus(self, other: Overhead, factor: float = 1.0) -> Overhead:

@@ -70,7 +70,7 @@ class BlockActivations:
         groups = max(self.shape.kv_heads // self.tp, 1)
         head_dim = self.shape.head_dim
         output = e * heads * head_dim
-        norms = 0  # of queries and keys
+        norms = 0  # Bytes of the norms of queries and keys.
         if self.shape.qk_norm:
             norms = (heads + groups) * self.norm_bytes(head_dim)
         if recompute == "none" and (kernel.repeats_heads or kernel.kept_bytes):

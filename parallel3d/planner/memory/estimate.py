@@ -59,7 +59,7 @@ class RankEstimate:
         unit = states.units[stage]
         end = states.ends[stage]
         every = self.run.layout.recompute_every
-        again = len(range(-first % every, part.layers, every))  # recomputed blocks
+        again = len(range(-first % every, part.layers, every))  # Number of recomputed blocks.
         head = microbatch.saved_by_head * part.head
         unsharded = unit.padded * states.is_sharded
         if states.frees_forward:  # Only the parameters for the loss stay unsharded.
@@ -144,7 +144,7 @@ class RankEstimate:
         end_sent = self._sent(backward, end)
         end_made = states.item * end.numel * states.is_sharded
         if backward.kind is Kind.WEIGHT:
-            made = 0  # gradients in the compute dtype, which exist all at once
+            made = 0  # Bytes of the gradients in the compute dtype, which exist all at once.
             if states.is_sharded and backward.has_gradients and states.item < states.master:
                 made = states.item * states.units[backward.stage].numel
             return microbatch.embedding, max(made, sent, end_sent)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
 from parallel3d.schedules.schedule import Kind
 
-COMPLETE = (0, 0, 0, 0, 1)  # state of a stage after its last backward pass
+COMPLETE = (0, 0, 0, 0, 1)  # State of a stage after its last backward pass.
 # Change of the first two numbers in a stage's state (`Backward`), keyed by the kind of action.
 _CHANGES = {
     Kind.FORWARD: (1, 0),
@@ -28,7 +28,7 @@ class Backward(NamedTuple):
     gradients are incomplete, the gradients are complete.
     """
 
-    stage: int  # index among the rank's stages
+    stage: int  # Index of the stage among those of the rank.
     kind: Kind
     is_last: bool  # True for the last pass of the stage that computes weight gradients
     has_gradients: int  # 1 if an earlier pass left gradients in the stage, else 0

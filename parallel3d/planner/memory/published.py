@@ -22,9 +22,9 @@ from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.schedules.build import live_microbatches
 
 # Fitted on the runs of tools/cases.
-_NORM_COPIES = 4.0  # bytes of float32 copies in norms, per element of [tokens, hidden]
-_ROPE_COPIES = 1.0  # copies of q and k that RoPE saves in addition to the originals
-_STEP_BYTES = 2.0  # bytes of temporaries in the optimizer step, per parameter of a shard
+_NORM_COPIES = 4.0  # Bytes of float32 copies in norms, per element of [tokens, hidden].
+_ROPE_COPIES = 1.0  # Number of copies of q and k that RoPE saves, in addition to the originals.
+_STEP_BYTES = 2.0  # Bytes of temporaries in the optimizer step, per parameter of a shard.
 
 
 def published_memory(run: PlannedRun, rank: int) -> RankMemory:
@@ -77,7 +77,7 @@ def _activations(run: PlannedRun, rank: int) -> float:
         if run.framework.dropout:
             kept += _outside(run)
         bytes_ += live * kept
-    if part.head:  # input and output of the last norm
+    if part.head:  # Input and output of the last norm.
         bytes_ += 4.0 * _outside(run)
     return bytes_
 
@@ -180,7 +180,7 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool) -> float:
     if shape.is_gated and not framework.fused_mlp:
         tensors += 1
     inner = tensors * _inner(run)
-    if shape.experts is not None:  # tokens received by experts, before and after sorting
+    if shape.experts is not None:  # Tokens that the experts received, before and after sorting.
         inner += 2.0 * run.routed_rows * shape.hidden
     # A tiled kernel saves one float32 per query and head, others the scores unless recomputed.
     score = 4.0

@@ -22,9 +22,9 @@ class RankMemory:
     logits: float
     buffers: float  # all-gathered parameters, messages; for other frameworks, their gradients
     temporary: float  # operators, a recomputed block, or the optimizer step
-    fragmentation: float = 0.0  # reserved by the allocator but not allocated
+    fragmentation: float = 0.0  # Memory that the allocator has reserved but not allocated.
     context: float = 0.0  # CUDA, cuBLAS and NCCL, outside the allocator
-    moment: str = ""  # phase of the step at the peak (parallel3d only)
+    moment: str = ""  # Phase of the step at the peak. Only for parallel3d.
 
     @property
     def allocated(self) -> float:

@@ -53,7 +53,7 @@ class MicrobatchBytes:
         self.backward = self.hidden + max(
             full + inputs * ffn + down,
             input_gradient + scores * block.attention.forward_bytes - inputs * ffn + up + down,
-            16 * self.hidden * block.dropout,  # temporaries of a dropout mask
+            16 * self.hidden * block.dropout,  # Temporaries of a dropout mask.
         )
         # The last norm and the head save their inputs and the logits.
         rows = vocabulary_rows(shape, tp)

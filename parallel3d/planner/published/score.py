@@ -47,7 +47,7 @@ class ScoredCase:
     predicted: Prediction
     measured: Mapping[str, Any]  # Measured values, as the source states them.
     error_pct: float | None
-    errors_pct: dict[str, float]  # keyed by "throughput" and "memory"
+    errors_pct: dict[str, float]  # Errors in percent, keyed by "throughput" and "memory".
     spread: ErrorModel | None  # error model of the prediction, for its range
     apart: str  # reason to exclude it from the totals, or ""
     filled: tuple[str, ...]  # fields that the source omits, with the origin of the value
@@ -60,7 +60,8 @@ class Errors:
     cases: int
     median: float | None = None
     p90: float | None = None
-    bias: float | None = None  # positive if predictions are higher than measurements
+    # Median signed error. Positive if predictions are higher than measurements.
+    bias: float | None = None
     # Percentage of measurements within the range of their prediction.
     covered: float | None = None
 

@@ -28,10 +28,10 @@ from parallel3d.planner.time.step import TimeParts
 WIDTH = 80
 MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name not in ("rank", "moment"))
 TIME_KINDS = tuple(f.name for f in fields(TimeParts))
-_BAR = 8  # width of a memory bar in characters
+_BAR = 8  # Width of a memory bar in characters.
 _MOST_LINES = 22
 _MOST_REJECTED = 3
-_MOST_SHOWN = 4  # default rows of the table
+_MOST_SHOWN = 4  # Default number of rows in the table.
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -42,7 +42,7 @@ class Plan:
     result: PlanResult
     objective: Objective
     seconds: float
-    top: int | None  # maximum rows of the table, or None for the default
+    top: int | None  # Maximum number of rows in the table. None: the default.
     tokens: float | None
     # The layout of --why, and its result or the rule that it breaks.
     why: tuple[str, PlanResult | str] | None

@@ -13,7 +13,7 @@ from parallel3d.planner.search.fastest import fastest_by_closed_form
 from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.search.ties import TIE
 
-_MOST = 2  # maximum number of alternatives to try for each field
+_MOST = 2  # Maximum number of alternatives to try for each field.
 
 
 @dataclass(frozen=True, kw_only=True)

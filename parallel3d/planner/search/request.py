@@ -37,7 +37,7 @@ class Fixed:
     schedule: ScheduleName | None = None
     microbatch_size: int | None = None
     recompute: Recompute | None = None
-    recompute_every: int | None = None  # for every_n: one of N blocks is recomputed
+    recompute_every: int | None = None  # For every_n: one block in this many is recomputed.
     sequence_parallel: bool | None = None
     sharding: ShardingName | None = None
     gather: Cadence | None = None
@@ -160,7 +160,7 @@ class Rejected:
 
     parallel: ParallelConfig
     reason: str
-    short_bytes: float  # missing memory on the worst rank
+    short_bytes: float  # Bytes that are missing on the worst rank.
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,11 +30,12 @@ from parallel3d.planner.search.request import PlanRequest
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.shard_sizes import divisors
 
-MOST_MICROBATCH = 64  # largest microbatch to try, in sequences
+MOST_MICROBATCH = 64  # Largest microbatch to try, in sequences.
 # Maximum number of virtual stages per rank unless fixed. No published run has more.
 _MOST_VIRTUAL = 12
-_SHORTEST_PART = 4096  # minimum tokens of a sequence per cp rank, unless cp is fixed
-_EVERY = (8, 4, 3, 2)  # values of recompute_every, from the fastest to the lowest memory
+_SHORTEST_PART = 4096  # Minimum number of tokens of a sequence per cp rank, unless cp is fixed.
+# Values of recompute_every, from the fastest to the one with the lowest memory.
+_EVERY = (8, 4, 3, 2)
 
 
 class RecomputeChoice(NamedTuple):

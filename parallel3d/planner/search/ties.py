@@ -12,7 +12,7 @@ from parallel3d.planner.search.tp_pp_search import Candidate
 # At least a quarter of the pairs of published layouts within 5% of each other are predicted in the
 # wrong order (docs/explanation/planner.md).
 TIE = 0.05
-_WIDER = 1.25  # error ranges over this many times the narrowest count as wide
+_WIDER = 1.25  # A range of errors counts as wide from this many times the narrowest.
 
 
 def slowest_tied_s(fastest_s: float) -> float:

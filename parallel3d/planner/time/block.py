@@ -13,10 +13,10 @@ from parallel3d.planner.time.roofline import Kernels, flash_attention_s, matmul_
 
 # Bytes moved per element of [tokens, hidden] outside the tp region by two norms and two residual
 # additions.
-_NORM_FORWARD, _NORM_BACKWARD = 8.0, 16.0  # for both norms
-_OUTSIDE_FORWARD, _OUTSIDE_BACKWARD = 12.0, 16.0  # for both additions
-_ROPE = 8.0  # bytes per element of q and k, in each direction
-_GELU_FORWARD, _GELU_BACKWARD = 4.0, 6.0  # bytes per element of [tokens, ffn]
+_NORM_FORWARD, _NORM_BACKWARD = 8.0, 16.0  # Of both norms together.
+_OUTSIDE_FORWARD, _OUTSIDE_BACKWARD = 12.0, 16.0  # Of both additions together.
+_ROPE = 8.0  # Bytes per element of q and k, in each direction.
+_GELU_FORWARD, _GELU_BACKWARD = 4.0, 6.0  # Bytes per element of [tokens, ffn].
 _SWIGLU_FORWARD = 6.0
 _SWIGLU_BACKWARD = 10.0
 # Bytes per element of [heads, seq, seq] of unfused attention: write scores, read and write softmax,
@@ -32,9 +32,10 @@ _BATCHED, _BATCHED_UNALIGNED = 0.5, 0.25
 # Exposed fraction of the time to accumulate a weight gradient. This and the speeds above are fitted
 # on the runs of tools/cases.
 _ACCUMULATE = 0.4
-_LAUNCHES = 60  # kernels in one block's forward pass
-_EXPERT_LAUNCHES = 60  # additional kernels of an MoE layer: router, permutation, all-to-all
-_LOSS_PASSES = 10.0  # bytes read and written per logit, forward and backward pass
+_LAUNCHES = 60  # Number of kernels in the forward pass of a block.
+# Number of additional kernels in an MoE layer: router, permutation, all-to-all.
+_EXPERT_LAUNCHES = 60
+_LOSS_PASSES = 10.0  # Bytes read and written per logit, in the forward and backward pass together.
 # Rows of a tile. In a grouped matmul, each expert's rows start a new tile.
 _TILE_ROWS = 128
 
@@ -78,8 +79,8 @@ class MicrobatchTimes:
     """Seconds of one microbatch in a block, the head and the embedding."""
 
     block: TimeParts
-    forward_s: float  # forward pass of the block
-    weight_s: float  # part of the block's backward pass for weight gradients
+    forward_s: float  # Seconds of the block's forward pass.
+    weight_s: float  # Seconds of the weight gradients, a part of the block's backward pass.
     head_s: tuple[float, float]  # forward, backward
     embedding_s: tuple[float, float]  # forward, backward
 

@@ -58,9 +58,9 @@ class _Pipeline:
     """Seconds of a step's microbatches, without data parallelism."""
 
     micro: MicrobatchTimes
-    rank_s: list[float]  # work of each rank per microbatch
-    send_s: float  # transfer of an activation to the next stage
-    blocked_s: float  # overhead of each pipeline action
+    rank_s: list[float]  # Seconds of each rank per microbatch.
+    send_s: float  # Seconds to send an activation to the next stage.
+    blocked_s: float  # Overhead of each pipeline action, in seconds.
     seconds: float  # makespan
 
 
@@ -312,7 +312,7 @@ def _offload_s(run: PlannedRun, part: StageSlice) -> tuple[float, float]:
     Both rates are assumptions, and nothing is overlapped with compute.
     """
     shard = run.stage_parameters(part) / run.layout.parameter_shards
-    crossings = 2  # parameters to the GPU, and gradients to the CPU
+    crossings = 2  # Transfers per step: parameters to the GPU, and gradients to the CPU.
     if run.gathers_each_microbatch:
         crossings = 1 + 2 * run.layout.microbatches
     crossing_s = crossings * shard * master_bytes(run.precision) / HOST_LINK
