@@ -280,7 +280,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Length of the run, batches, precision, checks of the numbers, evaluation and device."""
+    """Length of the run, batch sizes, precision, numerical checks, evaluation and device."""
 
     steps: Size  # Number of optimizer steps.
     # Number of sequences in one step, over all data-parallel ranks. It must be a multiple of
@@ -437,7 +437,7 @@ class OptimizerConfig:
         return replace(self, **missing)
 
 
-# Values that replace None in the keys of each optimizer.
+# Defaults of each optimizer, for keys that are None.
 OPTIMIZER_DEFAULTS: dict[OptimizerName, dict[str, Any]] = {
     "adamw": {},
     "sgd": {"momentum": 0.9, "nesterov": False},
@@ -659,7 +659,7 @@ class Recipe:
 
     # Architecture and size of the transformer.
     model: ModelConfig
-    # Length of the run, batches, precision, checks and evaluation.
+    # Length of the run, batch sizes, precision, numerical checks and evaluation.
     train: TrainConfig
     # Layout: the size and the use of each axis of the mesh.
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -38,11 +38,12 @@ def mixture_pattern(weights: tuple[int, ...]) -> tuple[Int64s, Int64s]:
     source = np.repeat(np.arange(len(weights)), weights)
     earlier = np.concatenate([np.arange(weight) for weight in weights])
     share = twice * np.repeat(weights, weights)
-    # Sample m of a source can be at position n, counted from 1, only if the source is then not
-    # ahead by more than the bound: m + 1 - n * w / W.
+    # With sample m at position n (from 1), the source is m + 1 - n * w / W samples ahead of its
+    # share. w is its weight, W the sum of all weights. `first` is the smallest n for which this is
+    # within the bound.
     first = -(-(earlier * twice + 1) * period // share)
-    # It must come before the first n at which the source without it would be behind by more than
-    # the bound: n * w / W - m.
+    # Without sample m, the source would be n * w / W - m samples behind. `last` is the largest n
+    # for which this is within the bound.
     last = ((earlier + 1) * twice - 1) * period // share + 1
     samples_from = defaultdict(list)  # Keyed by the first position that is allowed.
     for sample, place in enumerate(first.tolist()):

@@ -337,7 +337,7 @@ class SignalRelay:
 
     def __call__(self, signum: int, frame: FrameType | None) -> None:
         if signum == SAVE_SIGNAL:
-            if self._saves:  # Workers that are starting ignore it.
+            if self._saves:  # Workers that are still starting ignore SIGUSR1.
                 self._pass_on(signum)
             return
         same_s = _SAME_CTRL_C_S if signum == signal.SIGINT else _SAME_SIGNAL_S

@@ -97,7 +97,9 @@ class PeerMonitor:
         cause = found or self._publish(failure)
         is_ours = cause.reporter == self._rank
         if not is_ours:
-            time.sleep(0.5)  # Launchers report the process that ends first: the reporter.
+            # Ends after the rank that reported the failure, because launchers blame the process
+            # that ends first.
+            time.sleep(0.5)
         self._wait_for_readers(cause)
         self._closed.set()
         return ReportedError(failure if cause.rank == self._rank else cause, is_ours)

@@ -57,7 +57,8 @@ class Rendezvous:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Rendezvous | None:
         """Reads the variables of torchrun, or of srun with several tasks and MASTER_ADDR. Returns
-        None if neither are set, and raises ConfigError if some are missing or invalid."""
+        None if no launcher has set them, and raises ConfigError if some are missing or invalid.
+        """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
         if "RANK" not in environ:
             if "MASTER_ADDR" not in environ or environ.get("SLURM_NTASKS", "1") == "1":

@@ -78,9 +78,9 @@ def check_nothing_lost(names: set[str], ranges: list[BlockRange]) -> None:
 
 
 def shared_by_ends(aliases: Mapping[str, str], ranges: Sequence[BlockRange]) -> set[str]:
-    """Returns the first names of parameters that the first and the last stage share.
+    """Returns the canonical names of parameters that the first and the last stage share.
 
-    `aliases` maps the later names of shared parameters to their first name. Raises ConfigError if
+    `aliases` maps each further name of a tied parameter to its canonical one. Raises ConfigError if
     other stages share a parameter, because only these two sum their gradients.
     """
     shared = set()

@@ -85,7 +85,9 @@ class ShardedData:
         """
 
     def after_weights(self, last: bool) -> None:
-        """Call it after the weight-gradient half of a split backward pass."""
+        """Call it after the weight-gradient half of each split backward pass. With `last`, which
+        marks the last one of the step, it starts to reduce the gradients.
+        """
 
     def finish_gradients(self) -> None:
         """Reduces gradients over the DP ranks. Call it after the last backward pass of a step."""

@@ -94,7 +94,9 @@ class MeanLoss:
         return output
 
     def _is_split(self, logits: Tensor) -> bool:
-        """Returns False if each tensor-parallel rank has the logits of the full vocabulary."""
+        """Returns True if the logits are split along the vocabulary, and False if each
+        tensor-parallel rank has all of them.
+        """
         largest = largest_shard(self._vocab, self._tp.size)
         width = logits.shape[-1]
         is_padded = self._split_head is not None and width == self._split_head.padded_width

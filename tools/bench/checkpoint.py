@@ -76,7 +76,7 @@ def bench_checkpoint(options: Options) -> list[ResultRow]:
 def _pause_rows(size: str, options: Options) -> list[ResultRow]:
     """Compares the wall time for which a background and a synchronous save pause training.
 
-    The processor time of a background save overlaps with training and is not reported.
+    The CPU time of a background save overlaps with training and is not reported.
     """
     name = f"pause {size}, synchronous save"
     rounds = options.rounds or ROUNDS

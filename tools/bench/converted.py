@@ -40,7 +40,7 @@ from parallel3d.tools.bench.step import StepSize
 from parallel3d.tools.local_ranks import run_ranks
 
 Forward = Callable[[Tensor], Tensor]
-LAYERS_BAR = 1.05  # largest ratio of processor time, converted / parallel3d's layers
+LAYERS_BAR = 1.05  # Largest ratio of CPU time, converted / parallel3d's layers.
 _MIDDLE = BlockRange(0, 1, is_first_stage=False, is_last_stage=False)
 _NAMES = {  # parallel3d name -> Hugging Face name
     "attention_norm": "input_layernorm",
@@ -74,7 +74,7 @@ def converted_cases(sizes: Sequence[StepSize], dtensor_bars: dict[str, float]) -
 def bench_beside_layers(name: str, size: StepSize, options: Options) -> list[ResultRow]:
     """Compares the converted block with parallel3d's layers.
 
-    The rows compare processor times at tp 2 and in one process, and the ratios of the two.
+    The rows compare CPU times at tp 2 and in one process, and the ratios of the two.
     """
     rounds = options.rounds or size.rounds
     steps = options.steps or size.steps

@@ -165,7 +165,7 @@ def _indexed(root: Path) -> Read | None:
 
 
 def seconds(batches: Batches, steps: int) -> float:
-    """Returns the processor seconds per million tokens over `steps` batches."""
+    """Returns the CPU seconds per million tokens, over `steps` batches."""
     start = time.process_time()
     for _ in range(steps):
         next(batches)

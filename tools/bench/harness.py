@@ -50,7 +50,7 @@ def time_in_turn(
 
 
 def time_steps(step: Step, steps: int, device: torch.device = CPU) -> Timing:
-    """Returns the time per step: wall time between barriers, and processor time summed over ranks.
+    """Returns the time per step: wall time between barriers, and CPU time summed over ranks.
 
     On a GPU, wall time is measured with events in the stream.
     """
@@ -95,7 +95,7 @@ class TimedCase:
     world_size: int
     rounds: int
     steps: int  # per round
-    cpu_bar: float | None  # largest ratio of processor time, ours / peer
+    cpu_bar: float | None  # Largest ratio of CPU time, ours / peer. None: no limit.
     one_process: str = ""  # name of the case whose peer, in one process, is a second reference
     wall_bar: float | None = None  # largest ratio of wall time, ours / peer
 

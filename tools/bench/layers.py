@@ -103,7 +103,7 @@ GPU_SIZES = (
     _LLAMA_8B,
     replace(_LLAMA_8B, name="Llama 8B, compiled", is_compiled=True, wall_bar=1.05),
 )
-TP_BARS = {"hidden 64": 0.4, "hidden 1024": 1.0}  # largest ratio of processor time, ours / DTensor
+TP_BARS = {"hidden 64": 0.4, "hidden 1024": 1.0}  # Largest ratio of CPU time, ours / DTensor.
 LAYOUTS = (
     StepLayout(name="one process", parallel=ParallelConfig()),
     StepLayout(name="tp 2", parallel=ParallelConfig(tp=2), cpu_bars=TP_BARS),

@@ -58,7 +58,7 @@ class StageSize:
     microbatches: int
     rounds: int
     steps: int  # per round
-    cpu_bar: float  # largest ratio of processor time, ours / torch
+    cpu_bar: float  # Largest ratio of CPU time, ours / torch.
     device: Literal["cpu", "cuda"] = "cpu"
 
 

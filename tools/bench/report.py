@@ -42,7 +42,7 @@ class Timing:
     """Mean time per step."""
 
     wall_s: float
-    cpu_s: float  # processor time, summed over ranks
+    cpu_s: float  # CPU time in seconds, summed over ranks.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def announced(cases: Sequence[str]) -> Iterator[str]:
 def rows_against_peer(
     case: str, rounds: Sequence[Round], cpu_bar: float | None, wall_bar: float | None = None
 ) -> list[ResultRow]:
-    """Returns a row of processor time and one of wall time, with medians over the rounds.
+    """Returns a row of CPU time and one of wall time, with medians over the rounds.
 
     The ratio is the median of the rounds' ratios, because a disturbance often affects both timings
     of a round.

@@ -80,7 +80,7 @@ class StepLayout:
 
     name: str
     parallel: ParallelConfig
-    # Largest ratio of processor time, ours / peer, by size.
+    # Largest ratio of CPU time, ours / peer, by size.
     cpu_bars: dict[str, float] = field(default_factory=dict)
 
 

@@ -33,8 +33,8 @@ def hardware_text(worlds: Mapping[int, Any], *, date: str) -> str:
             threads = max(count for count in processes if count <= share)
             overhead = Overhead(**processes[threads]["overhead"])
             ranks[size] = together_tree(found, size, cores, overhead)
-    # A host without GPUs can run any number of ranks. `measured` includes that they share its
-    # cores.
+    # A host without GPUs can run any number of ranks. `measured` already accounts for ranks that
+    # share its cores.
     most = max(_MOST_CPU_RANKS, *worlds) if on_cpu else max(worlds)
     tree = {
         "device": _device_tree(alone, processes[1], sharing=most if on_cpu else 1),

@@ -1,4 +1,4 @@
-"""Conformance test for a model: trains its reduced recipe in many layouts and in one process.
+"""Conformance test for a model: trains it, reduced in size, in many layouts and in one process.
 
 from parallel3d.tools.check_layout.conformance import assert_conforms
 

@@ -113,8 +113,9 @@ def verify(folder: Path) -> Iterator[str]:
 
 
 def _samples(folder: Path) -> Iterator[str]:
-    """Yields the decoded beginnings of the first, middle and last shard. Raises DataError if the
-    tokenizer of the folder is not that of its token IDs, and ConfigError if its library is missing.
+    """Yields the decoded start of the first, middle and last shard. Raises DataError if the
+    folder's tokenizer does not match its token IDs, and ConfigError if the tokenizer's library is
+    not installed.
     """
     header = TokensJson.read(folder)
     if header.tokenizer is None or not header.shards:

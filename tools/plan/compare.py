@@ -131,7 +131,9 @@ class RunComparison:
 
     @cached_property
     def scales(self) -> Scales:
-        """Ratios of measured to predicted values that this run determines."""
+        """Corrections of the cluster that this run determines: ratios of measured to predicted
+        values.
+        """
         return scales_of([self.measured_run])
 
 
@@ -141,7 +143,7 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def compare(run_dir: Path, cluster: Cluster) -> RunComparison:
-    """Predicts the recipe of a run folder and reads its metrics.
+    """Predicts a run from the recipe in its folder, and compares the prediction with its metrics.
 
     Raises:
         ConfigError: The folder has no config.yaml, or it is not a valid recipe.

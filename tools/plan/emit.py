@@ -34,9 +34,10 @@ _TRIAL_STEPS = 100  # Number of steps if --tokens is not given.
 
 
 def launch_file(options: argparse.Namespace) -> Path | None:
-    """Returns the path of the launch script, by default next to the recipe. None: not requested.
+    """Returns the path of the launch script, by default next to the recipe, or None if none was
+    requested.
 
-    Raises ConfigError for occupied output paths and for options that contradict each other.
+    Raises ConfigError if an output path already exists, or if options contradict each other.
     """
     file = None
     if _priced_only(options) and (options.emit_recipe or options.verify):

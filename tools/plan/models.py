@@ -147,7 +147,7 @@ def _of_config_json(path: Path, text: str) -> Model:
         return Model(
             shape=foreign, said=text, longest=part.get("max_position_embeddings"), notes=notes
         )
-    # Phi 3 is a Llama with fused q, k, v and gate, up matrices.
+    # Phi-3 is a Llama with fused QKV and gate/up projections.
     plain = {**said, "model_type": "llama"} if said.get("model_type") == "phi3" else said
     config = from_hugging_face(plain, path, others=("phi3", *PLANNED_FAMILIES))
     return Model(

@@ -51,7 +51,7 @@ def answer(options: argparse.Namespace) -> Reply:
 
 
 def read_all(paths: Sequence[Path], folders: list[Path]) -> CaseFile:
-    """Reads all case files. `folders` have the hardware files that cases name."""
+    """Reads all case files. The hardware files that they name are looked up in `folders`."""
     files = [read_cases(path, folders) for path in paths]
     cases = [case for file in files for case in file.cases]
     skipped = [each for file in files for each in file.skipped]

@@ -35,16 +35,16 @@ class FrameworkProfile:
     # layouts
     axes: tuple[str, ...] = ()  # Axes in addition to tp, pp and data parallelism: "cp", "ep".
     splits_optimizer_alone: bool = False  # True if the default sharding is ZeRO-1
-    # bytes per parameter, before sharding
+    # Bytes per parameter, before sharding:
     weight_bytes: float = 2.0  # Of the weights used in matmuls.
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 12.0  # Of float32 weights and two Adam moments.
     state_bytes: float = 8.0  # Part of `optimizer_bytes` that the first optimizer step allocates.
     reduce_bytes: float = 2.0  # Of the gradients in a reduction.
-    # bytes of activations
+    # Options that decide which activations are saved:
     fused_mlp: bool = False  # True if silu(gate) of SwiGLU is not saved
     logit_bytes: float = 6.0  # Live bytes per logit at the loss.
-    # bytes outside the model
+    # Bytes outside the model:
     cache_bytes: float = 3e9  # cuBLAS workspaces, and cached blocks of other sizes.
     context_bytes: float = 1.5e9  # Memory outside the allocator: CUDA context, cuBLAS and NCCL.
     # Memory that is reserved but not allocated, as a fraction of the allocated bytes.

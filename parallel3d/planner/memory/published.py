@@ -21,7 +21,7 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.schedules.build import live_microbatches
 
-# Fitted on the runs of tools/cases.
+# These are fitted on the runs of tools/cases.
 _NORM_COPIES = 4.0  # Bytes of float32 copies in norms, per element of [tokens, hidden].
 _ROPE_COPIES = 1.0  # Number of copies of q and k that RoPE saves, in addition to the originals.
 _STEP_BYTES = 2.0  # Bytes of temporaries in the optimizer step, per parameter of a shard.
@@ -164,7 +164,8 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool) -> float:
     masks = 2.0 if framework.dropout else 0.0
     norms = (8.0 + copies) * shape.block_norms / 2
     bytes_ = _outside(run) * (norms + masks)
-    # q, k, v and the input of the output projection. q and k count twice if RoPE is not in place.
+    # q, k, v and the input of the output projection. q and k count twice unless RoPE is applied in
+    # place.
     kv = max(shape.kv_hidden, shape.head_dim * layout.tp)
     rotated = 0.0
     if shape.positions == "rope":

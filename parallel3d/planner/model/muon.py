@@ -53,8 +53,8 @@ def muon_matrices(shape: ModelShape, tp: int, shards: int) -> tuple[MuonMatrix, 
 def muon_step_bytes(matrices: tuple[MuonMatrix, ...], *, ranks: int, item_bytes: int) -> float:
     """Returns the peak bytes of a step on the first of `ranks` ranks.
 
-    That rank owns the most expensive matrix of each round. All its parts count as sent, plus three
-    float32 copies of the largest one.
+    That rank owns the most expensive matrix of each round. The peak counts all of its shards in the
+    dtype in which they are sent, and three float32 copies of the largest shard.
     """
     most = 0.0
     for some in runs(matrices, lambda each: each.numel / each.parts, most=ROUND_ELEMENTS):

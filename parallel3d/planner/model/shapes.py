@@ -50,12 +50,14 @@ class ModelShape:
 
     @property
     def query_hidden(self) -> int:
-        """Features of all queries."""
+        """Output features of the query projection, over all heads."""
         return self.heads * self.head_dim
 
     @property
     def kv_hidden(self) -> int:
-        """Features of all keys, or of all values."""
+        """Output features of the key projection, over all key-value heads. The value projection has
+        as many.
+        """
         return self.kv_heads * self.head_dim
 
     @property

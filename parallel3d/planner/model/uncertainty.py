@@ -47,7 +47,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorModel:
-    """Half the widths of the ranges of speed and of memory, in natural logarithms."""
+    """Half-widths of the prediction intervals of speed and memory, in natural logarithms."""
 
     throughput: float
     memory: float

@@ -383,7 +383,9 @@ class _Case:
 
 
 def _first_word(key: str, value: Any) -> Any:
-    """Returns the choice that words.yaml gives for a text, or the value itself."""
+    """Returns the planner's option for a value that a source states as text, by the words in
+    words.yaml. Any other value is returned unchanged.
+    """
     words = _WORDS.get(key, {})
     if not isinstance(value, str) or value in words.values():
         return value

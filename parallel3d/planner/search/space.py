@@ -199,7 +199,7 @@ def data_axis_splits(request: PlanRequest, family: ParallelConfig) -> Iterator[P
     """Yields the data-parallel layouts of a family that gather and reduce once per step.
 
     Fixed `gather` and `reduce` take precedence. SHARD_GRAD_OP is omitted unless fixed, because
-    FULL_SHARD that gathers once per step is equal to it.
+    FULL_SHARD that all-gathers once per step is equivalent.
     """
     fixed = request.fixed
     dp = family.dp_shard
