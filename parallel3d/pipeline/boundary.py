@@ -1,7 +1,4 @@
-"""Tensors that cross from one stage to the next.
-
-They are declared before the run, so shapes are neither sent nor negotiated.
-"""
+"""Declares the tensors that stages exchange, so that shapes are neither sent nor negotiated."""
 
 from __future__ import annotations
 
@@ -45,8 +42,7 @@ class TensorSpec:
         return self.requires_grad and (self.dtype.is_floating_point or self.dtype.is_complex)
 
     def with_sizes(self, sizes: Sizes) -> TensorSpec:
-        """Returns the spec with numbers instead of names. Raises ValueError if a name has no
-        value."""
+        """Returns the spec with numbers for names. Raises ValueError if `sizes` lacks a name."""
         try:
             shape = tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
         except KeyError as unknown:
@@ -56,7 +52,7 @@ class TensorSpec:
         return replace(self, shape=shape)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Returns True if shape, dtype and the need for a gradient of `tensor` match the spec."""
+        """Returns True if shape and dtype match, and any need for a gradient is declared."""
         is_same = tensor.shape == self.shape and tensor.dtype == self.dtype
         return is_same and (self.has_gradient or not tensor.requires_grad)
 
@@ -95,9 +91,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Both messages between two stages for one microbatch: outputs in the forward pass, gradients
-    in the backward pass.
-    """
+    """Messages between two consecutive stages for one microbatch: outputs, and their gradients."""
 
     forward: Message
     backward: Message
@@ -115,7 +109,7 @@ def normalized(
     """Returns one boundary per pair of consecutive stages.
 
     `boundaries` is one declaration for all pairs, or a list with one per pair. Raises ValueError if
-    the list has another length.
+    the list has the wrong length.
     """
     listed: Sequence[Any] = (boundaries,) if isinstance(boundaries, TensorSpec) else boundaries
     if listed and isinstance(listed[0], TensorSpec):

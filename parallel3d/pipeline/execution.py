@@ -20,7 +20,7 @@ from parallel3d.shared_memory.segment import PeerLostError
 from parallel3d.timeline.recorder import Recorder
 
 LossFunction = Callable[[Any, Any], Tensor]
-# One root of the autograd graph per output of a stage, None if the output needs no gradient.
+# Root of the autograd graph for each output declared with a gradient, None if it requires none.
 Roots = Sequence[GradientEdge | Tensor | None]
 Microbatches = Tensor | Sequence[Any]  # A tensor [microbatches, ...] or one entry per microbatch.
 
@@ -43,8 +43,8 @@ class Stage:
             pass.
         drop_gradients: Discards the gradients of the warm-up (`PipelineRuntime.warms_up`). None:
             the warm-up restores the previous gradients.
-        delayed: Weight-gradient matmuls that are still to be done. The runtime sets it if the
-            schedule splits the backward pass.
+        delayed: Collects the weight-gradient matmuls of split backward passes. The runtime sets it
+            if the schedule splits them.
 
     Example:
         >>> data = parallel3d.shard(module, mesh, "FULL_SHARD")
@@ -92,7 +92,7 @@ class ScheduleExecutor:
         links = self.transport.links
         self._rank = links.rank
         self._last_stage = self.schedule.stages - 1
-        # Sum over microbatches, 0 on ranks without the last stage.
+        # Sum of the losses of all microbatches, 0 on ranks without the last stage.
         self.total_loss = torch.zeros((), dtype=torch.float64, device=links.device)
         # Saved for the backward pass, by (stage, microbatch): inputs that get a gradient and the
         # graph edges of the outputs. For the last stage the loss is the only root. The outputs
@@ -105,8 +105,8 @@ class ScheduleExecutor:
         """Executes all actions of this rank in order.
 
         Raises:
-            StageError: An action failed on this rank.
-            RankError: An action failed on another rank.
+            StageError: An action failed on this rank. A Parallel3dError is raised unchanged.
+            RankError: Another rank failed or timed out.
         """
         actions = self.schedule.ranks[self._rank]
         at = 0
@@ -215,8 +215,7 @@ class ScheduleExecutor:
         self.stages[action.stage].after_weights(action in self.schedule.last_backwards)
 
     def _fail(self, error: Exception, actions: Sequence[Action], at: int) -> NoReturn:
-        """Reports the failure to the other ranks and raises an error that names the failed
-        action."""
+        """Reports the failure to the other ranks and raises the error that `run` documents."""
         links = self.transport.links
         action = actions[at]
         place = (

@@ -8,7 +8,7 @@ NCCL connects two ranks at their first message, and each rank blocks until the o
 All ranks therefore create their groups in the same order and send a small message through each.
 
 On a single host without GPUs, groups are created only when a message is too large for shared
-memory.
+memory, or at once if shared memory cannot be used.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class Links:
         return message.nbytes <= LARGEST_BYTES and (source, target) in self._shared
 
     def _meet(self, pipeline: dist.ProcessGroup, schedule: Schedule) -> None:
-        """Sets up shared memory. Each receiver creates the memory and sends its path to all ranks.
-        Then both ends open it.
+        """Compares the schedules and sets up shared memory.
+
+        Each receiver creates its memory and sends the path to all ranks. Then the sender opens it.
         """
         self._timeout = timeout_of(pipeline, self.device)
         with own_folder(self.device.type) as folder:
@@ -153,11 +154,10 @@ class Links:
         return _noticing_loss(source, dist.irecv, tensor, self._ranks[source], group)
 
     def complete(self, work: dist.Work, peer: int) -> None:
-        """Waits for a transfer of the backend. Raises PeerLostError if the peer is gone or
-        silent."""
+        """Waits for a transfer of the backend. Raises PeerLostError if it failed or timed out."""
         # On GPUs no timeout is passed, because it would block the host. There the stream waits, and
-        # NCCL's watchdog applies the timeout. gloo keeps the timeout that its group was created
-        # with.
+        # NCCL's watchdog applies the timeout. gloo would otherwise apply the timeout with which its
+        # group was created.
         limits = () if self.device.type == "cuda" else (self._timeout,)
         _noticing_loss(peer, work.wait, *limits)
 
@@ -165,7 +165,7 @@ class Links:
         """Waits for the next message of a link and returns its digest.
 
         Meanwhile it sends queued messages as soon as the receiver has space for them. Raises
-        PeerLostError if the peer is gone or silent.
+        PeerLostError if the peer is gone or the wait times out.
         """
         while (digest := link.poll()) is None:
             self._sleep(link.headers)
@@ -190,8 +190,8 @@ class Links:
     def begin_run(self, crossings: Sequence[Crossing]) -> None:
         """Prepares a run: opens process groups for large messages and updates the timeout.
 
-        The timeout changes after the first step. Raises RankError if an earlier run failed on any
-        rank.
+        The timeout changes after the first step. Raises RankError if this rank has noticed a
+        failure of any rank in an earlier run.
         """
         if self._is_closed:
             raise RankError(
@@ -203,9 +203,7 @@ class Links:
             self._timeout = timeout_of(self._pipeline, self.device)
 
     def fail(self, message: str) -> None:
-        """Writes a failure message to the store and closes all links, so that no other rank keeps
-        waiting.
-        """
+        """Stores the first failure message and closes all links, so that no rank keeps waiting."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -44,10 +44,12 @@ class PipelineRuntime:
         schedule: Schedule from `build_schedule`, `load_schedule` or your own code.
         pp: One-dimensional mesh of the pipeline. None: a single rank.
         loss_fn: `loss_fn(output, labels)` returns a scalar. Scale it so that the gradients can be
-            summed over microbatches and data-parallel ranks. None: only `forward` works.
+            summed over microbatches and data-parallel ranks. Used only on the rank of the last
+            stage. None there: only `forward` works.
         boundaries: Tensors sent between consecutive stages: one `TensorSpec` or a tuple of them if
             all boundaries are equal, else a list with one tuple per boundary.
-        device: Device of the transfers. Default: device of the first parameter or buffer.
+        device: Device of the transfers. Default: that of the first parameter or buffer, else
+            the CPU.
 
     Raises:
         ScheduleError: The schedule cannot be executed, or the ranks have different schedules.
@@ -91,8 +93,9 @@ class PipelineRuntime:
         self.links = Links(pp, schedule, torch.device(device))
         self._boundaries = normalized(boundaries, schedule.stages)
         # Loading a CUDA kernel can wait for all queued work, including a receive whose sender in
-        # turn waits for this rank: a deadlock. So the stages first run without transfers, once per
-        # set of sizes and number of microbatches.
+        # turn waits for this rank: a deadlock. So the stages first run without transfers: in
+        # training once per set of sizes and number of microbatches, in evaluation only if nothing
+        # has run yet.
         self.warms_up = self.links.device.type == "cuda" and ranks > 1
         self._warm: set[tuple[Any, ...]] = set()
 
@@ -129,7 +132,7 @@ class PipelineRuntime:
 
         Raises:
             StageError: A stage failed on this rank. The runtime cannot be used again.
-            RankError: A stage failed on another rank. The runtime cannot be used again.
+            RankError: Another rank failed or timed out. The runtime cannot be used again.
             ValueError: The batch or the schedule does not match the runtime.
         """
         schedule = schedule or self.schedule
@@ -206,6 +209,7 @@ class PipelineRuntime:
         Raises:
             ValueError: The number of microbatches in `batch` differs from that of the schedule.
         """
+        # The first stage needs inputs, so None counts as 0 microbatches there.
         inputs = () if batch.inputs is None and 0 in self.stages else batch.inputs
         given = {"inputs": inputs, "labels": batch.labels, "keywords": batch.keywords}
         for what, each in given.items():
@@ -232,7 +236,7 @@ class PipelineRuntime:
 
         This loads, compiles and tunes kernels and connects the groups of tensor and data
         parallelism before any receive is outstanding. It does not change parameters, and it
-        restores gradients, buffers and random generators. Gradients of a stage with
+        restores gradients, buffers and the RNG state. Gradients of a stage with
         `drop_gradients` are discarded, so such a stage must not hold gradients yet.
         """
         schedule = schedule.first_of_each_kind(self.links.rank)

@@ -1,10 +1,10 @@
 """Splits an existing model into pipeline stages by the names of its modules.
 
-[Note: one forward] Every stage runs the model's own `forward`. Other modules are replaced: blocks,
-norms and heads by `Identity`, modules whose output is added to an embedding by `Zero`. So every
-stage computes masks, rotary positions and other intermediate values as the full model does. Modules
-without parameters, such as rotary embeddings, are kept on every stage. A stage returns the tensor
-that its `forward` passes to the first module of the last stage.
+[Note: one forward] Every stage runs the model's own `forward`. The modules of other stages are
+replaced: by `Zero` if their output is added to an embedding, else by `Identity`. So every stage
+computes masks, rotary positions and other intermediate values as the full model does. Modules that
+no stage owns, such as rotary embeddings, are kept on every stage. A stage before the last returns
+the tensor that its `forward` passes to the first module of `SplitSpec.last`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from parallel3d.pipeline.stage import names_by_stage
 from parallel3d.torch_private import with_modules
 
-_TOLERANCE = 1e-4
+_TOLERANCE = 1e-4  # Largest allowed difference, relative to the largest output.
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ FALCON = SplitSpec(
     tuples=True,
     **_HIDDEN,
 )
-# Keyed by `config.model_type`. The models have a language-model head.
+# Keyed by `config.model_type`. For the classes with a language-model head.
 FAMILIES: dict[str, SplitSpec] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), LLAMA),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"), LLAMA),
@@ -147,11 +147,13 @@ def split_model(
         stage. Each returns one tensor. Keyword arguments go to the model's own `forward`.
 
     Raises:
-        ValueError: No rules are known for the model, a name is missing, a stage has no blocks, a
-            parameter is on no stage or on two, or the stages compute another output than the model.
+        ValueError: No rules are known for the model, a stage has no blocks, a parameter is on no
+            stage or on two, `output_router_logits` is True, the check needs an `example`, or the
+            output of the stages differs from that of the model.
+        AttributeError: `rules.blocks` is not in the model.
 
     Example:
-        >>> stages = parallel3d.split_model(model, [4, 8, 12])  # of transformers, 4 stages
+        >>> stages = parallel3d.split_model(model, [4, 8, 12])  # Hugging Face model, 4 stages
         >>> mine = [stages[index] for index in schedule.stages_of(pp.get_local_rank())]
     """
     config = getattr(model, "config", None)

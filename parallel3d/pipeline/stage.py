@@ -20,8 +20,7 @@ LAST_PARTS = ("norm", "head")
 
 @dataclass(frozen=True)
 class BlockRange:
-    """Blocks first <= i < end of the full model, and whether the embedding or the head join
-    them."""
+    """Part of a model in one stage: blocks first <= i < end, and perhaps the embedding or head."""
 
     first: int
     end: int
@@ -110,7 +109,7 @@ def cut_sequential(model: nn.Sequential, boundaries: Sequence[int]) -> list[nn.S
         One Sequential per stage.
 
     Raises:
-        ValueError: A stage would be empty.
+        ValueError: A stage would be empty, or two stages share a parameter.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())

@@ -1,6 +1,7 @@
 """Transfers between pipeline ranks during one run.
 
-Sends do not block, and receives are posted ahead of their use.
+Receives are posted ahead of their use. A send does not block unless SENDS_KEPT earlier ones to the
+same rank are unfinished.
 
 Messages between two ranks travel in the order in which they are sent. The receiver knows this order
 from the schedule, so messages carry no tags or shapes. Small messages between CPUs of one host go
@@ -21,7 +22,7 @@ from parallel3d.schedules.schedule import RECEIVES_AHEAD, SENDS_KEPT, Action, Ki
 
 WAITS_FOR_RANKS = True  # Makes parallel3d.watch.heartbeat count a rank as waiting in this module.
 
-# Receive through the backend: the action that consumes it, its works and its buffers.
+# Receive through the backend: the action that consumes it, the handles to wait for, the buffers.
 Receive = tuple[Action, list[dist.Work], Tensors]
 
 
@@ -42,8 +43,8 @@ class Transport:
         self._schedule = schedule
         # Messages received early or made on this rank, keyed by the action that consumes them.
         self._arrived: dict[Action, Tensors] = {}
-        # Actions that consume the messages of each source rank, in the order of arrival: through
-        # shared memory, through the backend, and posted receives of the backend.
+        # Actions that consume the messages of each source rank, in the order of arrival: those
+        # through shared memory, those through the backend, and those with a posted receive.
         self._in_memory: defaultdict[int, deque[Action]] = defaultdict(deque)
         self._unposted: defaultdict[int, deque[Action]] = defaultdict(deque)
         self._posted: defaultdict[int, deque[Receive]] = defaultdict(deque)
@@ -52,9 +53,7 @@ class Transport:
         self._expect()
 
     def _expect(self) -> None:
-        """Lists the expected messages, and posts the receives whose data do not depend on this
-        rank.
-        """
+        """Lists the expected messages and posts receives that depend on no action of this rank."""
         links = self.links
         for (source, target), takers in self._schedule.transfers.items():
             for taker in takers if target == links.rank else ():

@@ -1,8 +1,8 @@
 """Callbacks: hooks for user code that watches a run.
 
-Rank 0 calls them outside of all collectives. An exception in a callback is reported once and does
-not end the run. A callback can ask to stop the run. Rank 0 then votes in the next step's
-all-reduce, as for SIGTERM, and all ranks stop after that step.
+Rank 0 calls them outside of all collectives. An exception in a callback does not end the run, and
+only the first of each callback is reported. A callback can ask to stop the run. Rank 0 then votes
+in the next step's all-reduce, as for SIGTERM, and all ranks stop after that step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VALIDATION = "validation"  # Name of the evaluation set that is held out from th
 
 @dataclass
 class RunView:
-    """State of the run that a callback can read, and its request to stop.
+    """State of the run for callbacks to read, and a method to stop the run.
 
     Args:
         recipe: Recipe of the run.
@@ -42,11 +42,10 @@ class RunView:
     run_dir: Path
     say: Callable[[str], None]
     step: int = 0
-    stop_reason: str | None = field(default=None, init=False)
+    stop_reason: str | None = field(default=None, init=False)  # None: no callback called `stop`.
 
     def stop(self, reason: str) -> None:
-        """Ends the run after its next step, which is evaluated and saved like the last step of a
-        run.
+        """Ends the run after its next step, which is treated like the last step of the recipe.
 
         Args:
             reason: Text for the log. The first reason wins.
@@ -79,7 +78,7 @@ class Callback:
                 )
 
     def step_done(self, run: RunView, result: StepResult) -> None:
-        """Called after each step.
+        """Called after each step, except one that triggers a rollback.
 
         Args:
             run: State of the run.
@@ -100,7 +99,7 @@ class Callback:
 
         Args:
             run: State of the run.
-            metrics: Metrics of the steps since the previous line.
+            metrics: Metrics of the last step, with mean times and rates since the previous line.
         """
 
     def saved(self, run: RunView, checkpoint: Path) -> None:
@@ -116,14 +115,15 @@ class Callback:
 
         Args:
             run: State of the run.
-            error: Exception that ended the run, for example after SIGTERM. None: the run completed.
+            error: Exception that ended the run, for example after SIGTERM. None: the run completed
+                or was stopped by a callback.
         """
 
 
 class Callbacks(AbstractContextManager["Callbacks"]):
     """Calls a list of callbacks in order and reports the first exception of each.
 
-    Only rank 0 has callbacks. On exit, the context calls their `ended`.
+    The list is empty on all ranks except 0. Leaving the context calls `ended`.
     """
 
     def __init__(self, callbacks: Sequence[Callback], run: RunView) -> None:

@@ -17,11 +17,11 @@ from parallel3d.training.trainer import Trainer
 def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
     """Generates text after `train.sample_prompt`. Collective: all ranks get the same text.
 
-    Generation stops after `train.sample_tokens` tokens or at the end of the document. Each token
-    takes one forward pass of the pipeline.
+    Generation stops after `train.sample_tokens` tokens or an end-of-text token. Each token takes
+    one forward pass of the pipeline over the last `train.seq_len` tokens.
 
     Returns:
-        The prompt and the generated text.
+        The full prompt and the generated text.
     """
     seq_len = train.seq_len
     tp = trainer.axes[Role.SPLIT_TENSORS]
@@ -44,14 +44,15 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
             logits = gather(outputs[0][0, len(window) - 1], tp, dim=0)
             # Ids beyond the tokenizer's vocabulary are padding, so they are not drawn.
             token.fill_(draw(logits[: tokenizer.vocab_size].float().cpu(), train, generator))
-        ids.append(int(all_reduce(token, pp)))  # The token is 0 on all other stages.
+        # The sum broadcasts the token, which is 0 on all other stages.
+        ids.append(int(all_reduce(token, pp)))
         if ids[-1] == tokenizer.end_of_text:
             break
     return train.sample_prompt + tokenizer.decode(np.array(ids[prompt_length:]))
 
 
 def draw(logits: Tensor, train: TrainConfig, generator: torch.Generator) -> int:
-    """Samples a token id from logits [vocab] with top-k and temperature of `train`."""
+    """Samples a token id from logits [vocab] with the top-k and temperature of `train`."""
     likely, candidates = logits.topk(min(train.sample_top_k, logits.numel()))
     probabilities = (likely / train.sample_temperature).softmax(dim=-1)
     drawn = torch.multinomial(probabilities, 1, generator=generator)

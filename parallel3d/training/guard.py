@@ -1,9 +1,12 @@
-"""Guards the weights: skips steps whose loss or gradient norm is not finite or spikes.
+"""Guards the weights against steps whose loss or gradient norm is not finite or spikes.
+
+`train.on_nonfinite` and `train.on_spike` decide whether such a step is applied with a warning, is
+skipped or ends the run.
 
 Loss scale: float16 cannot represent numbers between 0 and 6e-8, so the loss is multiplied by a
 scale before the backward pass (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2). A step
 that overflows is skipped and lowers the scale. `loss_scale.interval` finite steps in a row raise
-it, by the rule of torch.amp.GradScaler. All ranks see the same numbers, so their scales stay equal.
+it, as in torch.amp.GradScaler. All ranks see the same numbers, so their scales stay equal.
 
 Spikes: PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1) restarted from a checkpoint
 about 100 steps before each loss spike and skipped 200 to 500 batches. OLMo-core (SkipStepOptimizer)
@@ -12,8 +15,9 @@ steps.
 
 A step is a spike here if its loss or norm exceeds two bounds, both relative to the median of the
 last `train.spike_window` finite steps. One bound is `train.spike_deviations` deviations above the
-median, the other a multiple of it. A deviation is 1.4826 times the median absolute deviation, so
-that spikes within the window do not affect it. Spikes are detected once the window is half full.
+median, the other a multiple of it (`train.spike_loss_ratio` or `spike_norm_ratio`). A deviation is
+1.4826 times the median absolute deviation, which spikes within the window hardly change. Spikes are
+detected once the window is half full.
 """
 
 from __future__ import annotations
@@ -50,9 +54,10 @@ class Guard:
     ) -> tuple[StepResult, Progress]:
         """Returns the result and the progress, updated for a non-finite number or a spike.
 
-        The result gets the reason to skip the step, if any. The progress gets the next loss scale
-        and the history of spikes. `describe_nonfinite` names the rank and parameter of a non-finite
-        number and is a collective. Raises NonFiniteError or SpikeError to end the run.
+        The result gets a warning about a spike and the reason to skip the step, if any. A step that
+        is skipped only to lower the loss scale gets no reason. The progress gets the next loss
+        scale and the history of spikes. `describe_nonfinite`, a collective, names the rank and
+        parameter of a non-finite number. Raises NonFiniteError or SpikeError to end the run.
         """
         progress = next_loss_scale(self._loss_scale, progress, is_finite=result.is_finite)
         if result.is_finite:
@@ -118,8 +123,8 @@ def find_spike(
 ) -> tuple[str | None, SpikeHistory]:
     """Returns the reason why a finite step is a spike, or None, and the updated history.
 
-    Spikes are consecutive if no step lies between them, or with `rollback` fewer steps than a
-    window.
+    Spikes count as consecutive if no step lies between them or, with `rollback`, fewer than
+    `train.spike_window` steps.
     """
     window = rule.spike_window
     found = (

@@ -10,17 +10,18 @@ from parallel3d.config.recipe import OptimizerConfig
 def learning_rate(config: OptimizerConfig, step: int, steps: int) -> float:
     """Returns the learning rate of a step.
 
-    The rate rises linearly to `lr` at `warmup_steps` and stays there until the decay begins. It
-    falls to `min_lr_ratio * lr` at `decay_steps` and stays there. The decay begins right after the
-    warmup, except for `wsd`. `range_test` rises exponentially to `lr` instead. The rate depends
-    only on the recipe and the step, so a resumed run follows the recipe that it is resumed with.
+    The rate rises linearly to `lr` at `warmup_steps`, and with `constant` stays there. The other
+    schedules decay to `min_lr_ratio * lr` at `decay_steps`, right after the warmup or, with `wsd`,
+    after `decay_start`. `range_test` instead rises exponentially, from `min_lr_ratio * lr` in step
+    1 to `lr` in step `steps`. The rate depends only on the recipe and the step, so a resumed run
+    follows the recipe that it is resumed with.
 
     Args:
         config: Section `optimizer` of the recipe.
-        step: Number of the step, from 1.
-        steps: Number of steps of the run, the default of `decay_steps`.
+        step: Step number, from 1.
+        steps: Number of steps in the run, the default of `decay_steps`.
     """
-    if config.schedule == "range_test":  # Exponential rise to the peak.
+    if config.schedule == "range_test":
         return float(config.lr * config.min_lr_ratio ** (1.0 - (step - 1) / max(1, steps - 1)))
     if step <= config.warmup_steps:
         return config.lr * step / config.warmup_steps

@@ -1,6 +1,7 @@
 """Local SGD and DiLoCo over dp_replicate.
 
-Replicas train independently for `sync_every` steps, then take an outer step together.
+Replicas train independently, and take an outer step together every `sync_every` steps and after the
+last one.
 
 DiLoCo (Douillard et al. 2023, arXiv 2311.08105, algorithm 1): the outer gradient is the mean over
 the replicas of (outer parameters - parameters of the replica). The outer optimizer is SGD with
@@ -11,7 +12,7 @@ A checkpoint holds these tensors, which a synchronous run can also read:
 
     model.<name>                 outer parameters, which export and other runs use as the model
     outer.momentum.<name>        momentum of the outer optimizer
-    replica.<r>.<other names>    tensors of a synchronous run, for each replica
+    replica.<r>.<name>           state of replica r: a tensor named as in a synchronous run
 
 All computations use this rank's shard of each parameter (`LocalParameter.local`), for any tp, pp
 and dp_shard.
@@ -38,7 +39,7 @@ from parallel3d.training.trainer import Trainer
 
 
 def outer_loop_of(recipe: Recipe) -> BuildOuterLoop | None:
-    """Returns the outer loop for `Trainer` that a recipe configures, or None without local SGD."""
+    """Returns the argument `outer_loop` of `Trainer` for a recipe, None without local SGD."""
     return None if recipe.local_sgd.sync_every is None else LocalSgd
 
 
@@ -51,16 +52,16 @@ class LocalSgd(OuterLoop):
         self._parameters = trainer.parameters
         self._replicas = replicas
         self._publish = trainer.engine.publish
-        # float32, equal on all replicas. Keys are unique, so a tied weight that this rank holds
-        # twice occurs once.
+        # Outer parameters in float32, equal on all replicas. Keys are unique, so a tied weight that
+        # this rank holds twice occurs once.
         self.values = {p.name: p.local.detach().float().clone() for p in trainer.parameters}
         self.momenta = {name: torch.zeros_like(value) for name, value in self.values.items()}
 
     def combine(self, totals: StepTotals) -> StepTotals:
-        """Returns the mean loss over all replicas, and the root mean square of their gradient
-        norms.
+        """Averages the loss over all replicas, weighted by their target tokens.
 
-        The mean weights replicas by their target tokens.
+        The gradient norm becomes the root mean square of the replicas' norms. Everything else is
+        summed.
         """
         loss = totals.loss * totals.tokens
         square = totals.grad_norm.square()
@@ -73,12 +74,12 @@ class LocalSgd(OuterLoop):
     def after_step(self, step: int, *, is_last: bool) -> None:
         assert self._config.sync_every is not None
         is_due = step % self._config.sync_every == 0 or step == self._steps
-        if is_due != is_last:  # A run that ends early may have just synchronized.
+        if is_due != is_last:  # The second call (`is_last`) acts only if the first did not.
             self._synchronize()
 
     @torch.no_grad()
     def _synchronize(self) -> None:
-        """Takes the outer step, as `torch.optim.SGD` does."""
+        """Takes the outer step by the rule of `torch.optim.SGD`."""
         config = self._config
         for name, own in {p.name: p.local for p in self._parameters}.items():
             momentum = self.momenta[name]
@@ -98,9 +99,7 @@ class LocalSgd(OuterLoop):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context manager in which the model has the outer parameters, which are the result of the
-        run.
-        """
+        """Context manager in which the model computes with the outer parameters."""
         own = {p.name: p.local.detach().clone() for p in self._parameters}
         self._set(self.values)
         self._publish()
@@ -136,7 +135,7 @@ class LocalSgd(OuterLoop):
         return tensors
 
     def after_loading(self, saved: SavedReplicas | None) -> None:
-        """Continues from the loaded tensors.
+        """Sets the momenta to 0 if the checkpoint has none.
 
         Each replica starts from the outer parameters unless the checkpoint has the same number of
         replicas.
@@ -151,7 +150,7 @@ class LocalSgd(OuterLoop):
         return saved is not None and saved.replicas == self._replicas.size
 
     def _outer_tensors(self, *, with_momentum: bool) -> Tensors:
-        """Maps names in a checkpoint to tensors that the ranks of a replica hold together."""
+        """Returns outer parameters and momenta as DTensors, keyed by their checkpoint names."""
         tensors: Tensors = {}
         for parameter in self._parameters:
             name = parameter.name

@@ -50,8 +50,8 @@ class TrainingLoop:
         progress: Progress display.
         stop: Requests to stop or save, made by signals.
         callbacks: User callbacks, only on rank 0.
-        peak_tokens_per_s: Tokens per second of one device at peak FLOP/s, for the MFU. None:
-            unknown.
+        peak_tokens_per_s: Tokens per second of one device at peak FLOP/s, for the MFU. None: the
+            MFU is not reported.
     """
 
     trainer: Trainer
@@ -67,7 +67,7 @@ class TrainingLoop:
         self.recipe = self.trainer.recipe
         self.run_dir = self.checkpoints.parent
         self.start_report()
-        self.is_first_step = True  # First step of this process.
+        self.is_first_step = True  # Until this process completes a step.
         folder = self.run_dir / "profile"
         self.profiler = ProfilerWindow(
             self.recipe.logging, folder, dist.get_rank(), self.progress.say
@@ -80,9 +80,10 @@ class TrainingLoop:
 
         Raises:
             PreemptedError: A rank received a signal to stop. The run was saved.
-            NonFiniteError: A loss or gradient is not finite.
+            NonFiniteError: A loss or gradient is not finite, or spikes persist.
             SaveError: A checkpoint cannot be written.
             DataError: A batch is invalid.
+            ReplicaError: Replicas differ.
         """
         with self.callbacks, self.profiler, self.saver:
             is_done = self.trainer.step >= self.recipe.train.steps
@@ -131,7 +132,7 @@ class TrainingLoop:
     def step_done(self, result: StepResult) -> bool:
         """Reports the step, then evaluates and saves if due. Returns True after the last step.
 
-        Raises PreemptedError if a signal asked to stop the run.
+        Raises PreemptedError if a signal asked to stop the run before its last step.
         """
         step = self.trainer.step
         steps = self.recipe.train.steps
@@ -173,17 +174,17 @@ class TrainingLoop:
 
     @property
     def own_requests(self) -> list[int]:
-        """This rank's requests: number of the stop signal or 0, then flags for a save (SIGUSR1), a
-        stop by a callback, and a failed save.
+        """This rank's requests: number of the stop signal or 0, and three flags.
+
+        The flags are a save (SIGUSR1), a stop by a callback, and a failed save that ends the run.
         """
         wants_end = self.callbacks.run.stop_reason is not None
         return [self.stop.signum, self.stop.wants_save, wants_end, self.saver.has_failed]
 
     def receive_requests(self, result: StepResult) -> tuple[int, bool, bool]:
-        """Returns the requests of all ranks combined: the stop signal or 0, whether to save, and
-        whether a callback asked to stop.
+        """Combines the requests of all ranks: stop signal or 0, save, stop by a callback.
 
-        Raises on all ranks if a save failed on any of them.
+        Raises on all ranks if a failed save of any rank ends the run.
         """
         if not result.is_asked_to_stop:
             return 0, False, False
@@ -202,7 +203,7 @@ class TrainingLoop:
         return numbers.tolist()
 
     def evaluate(self) -> dict[str, float]:
-        """Returns the loss of each evaluation set by name."""
+        """Returns the loss of each evaluation set by name. Collective."""
         losses = {}
         with phase("evaluation"):
             for each in self.loaders[1]:
@@ -221,8 +222,9 @@ class TrainingLoop:
         self.steps_s = self.data_s = 0.0
 
     def report(self, result: StepResult, losses: Mapping[str, float]) -> None:
-        """Writes and prints the metrics since the previous report, with `losses` of evaluation sets
-        if there are any. Collective.
+        """Writes and prints the metrics since the previous report. Collective.
+
+        `losses` are those of the evaluation sets. It is empty if the step was not evaluated.
         """
         progress = self.trainer.progress
         sets = dict(losses)
@@ -258,7 +260,7 @@ class TrainingLoop:
         self.callbacks.tell("measured", line)
 
     def save(self, *, is_last: bool, exports: bool) -> None:
-        """Saves a checkpoint, and exports it if the recipe asks for it."""
+        """Saves a checkpoint. If `exports` is True, also exports it as `checkpoint.export` says."""
         path = checkpoint_path(self.checkpoints, self.trainer.step)
         then = None
         wanted = self.recipe.checkpoint.export
@@ -268,7 +270,7 @@ class TrainingLoop:
         self.saver.save(state, progress, path, to_yaml(self.recipe), is_last=is_last, then=then)
 
     def roll_back(self) -> bool:
-        """Rolls back to a checkpoint before a spike and skips the sequences in between.
+        """Rolls back to a checkpoint before a spike and skips the suspected sequences.
 
         Loads the newest checkpoint that precedes the suspected steps (the last
         `train.spike_steps`), or the oldest one if there is none. The skipped sequences begin with
@@ -315,8 +317,7 @@ class TrainingLoop:
 def export_saved(
     recipe: Recipe, checkpoint: Path, to: Path, group: dist.ProcessGroup | None
 ) -> str:
-    """Exports the model of a checkpoint for transformers and returns a line for the user.
-    Collective.
+    """Exports a checkpoint to a Hugging Face folder. Returns a line for the user. Collective.
 
     Rank 0 writes. All ranks synchronize after each tensor, so that no collective times out
     meanwhile. An error is raised on all ranks.
@@ -333,7 +334,5 @@ def export_saved(
 
 
 def is_due(every: int | None, step: int, is_last: bool = False) -> bool:
-    """Returns True after every `every` steps and after the last one, and always False if `every` is
-    None.
-    """
+    """Returns True if `step` is a multiple of `every` or the last. Always False for None."""
     return every is not None and (is_last or step % every == 0)

@@ -25,11 +25,12 @@ class MeanLoss:
     `tokens` is the nominal number of tokens in the global batch. The number of non-ignored labels
     is known only after the step, when the trainer corrects loss and gradients by one factor.
     `scale` is the loss scale for float16, else 1. The loss includes the z-loss of the recipe. While
-    `is_plain` is set, for validation, it is only the cross-entropy.
+    `is_plain` is True, for validation, it is only the cross-entropy.
 
     For large logits, or if the recipe asks for it, `use_head` defers the matmul of the head to the
-    loss, which then computes the logits of `chunk_tokens` tokens at a time. A model that may change
-    the output of its head computes all logits, and only the temporaries of the loss are chunked.
+    loss. The loss then takes hidden states and computes the logits of `chunk_tokens` tokens at a
+    time. A model that may change the output of its head computes all logits, and only the
+    temporaries of the loss are chunked.
     """
 
     def __init__(self, recipe: Recipe, tp: Axis, gpu_bytes: float | None = None) -> None:
@@ -73,7 +74,7 @@ class MeanLoss:
     def use_head(self, modules: Iterable[nn.Module]) -> None:
         """Finds the head among the modules of the stages. Can be called again.
 
-        Defers the head's matmul if chunks are wanted and the loss receives its output unchanged.
+        Defers the head's matmul if `chunk_tokens` is set and the loss gets its output unchanged.
         """
         for module in modules:
             for part in module.modules():
@@ -85,8 +86,7 @@ class MeanLoss:
 
     @torch.no_grad()
     def logits(self, output: Tensor) -> Tensor:
-        """Returns this rank's logits [..., vocab / tp], or [..., vocab] if the model gathers
-        them."""
+        """Returns this rank's logits [..., vocab / tp], or [..., vocab] if they are gathered."""
         if self._head is not None and self._head.is_deferred:
             output = self._head.logits(output)
         if self._is_split(output):
@@ -94,8 +94,9 @@ class MeanLoss:
         return output
 
     def _is_split(self, logits: Tensor) -> bool:
-        """Returns True if the logits are split along the vocabulary, and False if each
-        tensor-parallel rank has all of them.
+        """Returns True for the width of a tensor-parallel shard, False for the full vocabulary.
+
+        Raises ConfigError for any other width.
         """
         largest = largest_shard(self._vocab, self._tp.size)
         width = logits.shape[-1]

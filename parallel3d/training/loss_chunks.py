@@ -1,4 +1,4 @@
-"""Number of tokens whose logits exist at a time, for the loss and the planner. No torch here."""
+"""Computes how many tokens have logits at a time, for the loss and the planner. No torch here."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def chunk_bytes(gpu_bytes: float | None) -> int:
     """Returns the size in bytes of one chunk of float32 logits. `gpu_bytes` is None on CPU.
 
     On a GPU it is the largest power of two up to 1/32 of the memory, but at least 512 MiB and at
-    most 4 GiB: for example, 2 GiB for 80 GB.
-    Matmuls must be wide there, because each adds to a gradient of the full table. A power of two is
-    robust against small differences in memory between the planned and the real device.
+    most 4 GiB: for example, 2 GiB for 80 GB. Matmuls must be wide there, because each reads and
+    writes the gradient of the full weight. A power of two is robust against small differences in
+    memory between the planned and the real device.
     """
     if gpu_bytes is None:
         return CPU_CHUNK_BYTES
@@ -30,7 +30,8 @@ def tokens_at_a_time(
     """Returns the number of tokens whose logits exist at a time, or None for the full microbatch.
 
     Args:
-        wanted: `train.loss_chunk_tokens`. None: use chunks if the logits of a microbatch fill two.
+        wanted: `train.loss_chunk_tokens`. None: use chunks if the logits of a microbatch fill at
+            least two.
         tokens: Tokens of a microbatch.
         vocab: Size of the vocabulary.
         tp: Tensor-parallel degree.

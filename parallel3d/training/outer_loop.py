@@ -24,10 +24,9 @@ Tensors = dict[str, Tensor]  # Keyed by their names in a checkpoint.
 
 
 class OuterLoop:
-    """Outer loop of a synchronous run: it does nothing. For an outer loop of your own, override all
-    methods.
+    """Base class of outer loops, and the outer loop of a synchronous run, which does nothing.
 
-    The trainer of each replica calls the methods on all ranks together.
+    An outer loop of your own must override all methods. They are called on all ranks together.
     """
 
     def combine(self, totals: StepTotals) -> StepTotals:
@@ -35,16 +34,16 @@ class OuterLoop:
         return totals
 
     def after_step(self, step: int, *, is_last: bool) -> None:
-        """Called after the optimizer step, before the model uses the new parameters.
+        """Called after each step, even a skipped one, before the model uses the new parameters.
 
         Args:
-            step: Number of the step.
+            step: Step number.
             is_last: True in a second call after a step that ends the run early. The replicas must
                 then become equal, as after the last step of the recipe.
         """
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """Context manager in which the model has the parameters to evaluate."""
+        """Context manager in which the model computes with the parameters to evaluate."""
         return nullcontext()
 
     def copies(self) -> list[Copies]:
@@ -52,7 +51,7 @@ class OuterLoop:
         return []
 
     def begin(self) -> None:
-        """Called after weights were loaded into the parameters at the start of a run."""
+        """Called after only the weights of a checkpoint were loaded into the parameters."""
 
     def save(self, state: Tensors) -> tuple[Tensors, SavedReplicas | None]:
         """Returns the tensors of a checkpoint and the value of `Progress.local_sgd`.
@@ -66,6 +65,10 @@ class OuterLoop:
         """Maps names in a checkpoint to the tensors to load.
 
         A synchronous run reads the outer parameters, and the other tensors of the first replica.
+
+        Args:
+            state: Tensors of this replica.
+            saved: Replicas of the run that wrote the checkpoint. None: it was synchronous.
         """
         prefix = "" if saved is None else "replica.0."
         return {
@@ -74,7 +77,7 @@ class OuterLoop:
         }
 
     def after_loading(self, saved: SavedReplicas | None) -> None:
-        """Continues from the loaded tensors."""
+        """Called after `tensors_to_load` were loaded."""
 
 
 # (trainer whose mesh is that of one replica, axis of the replicas) -> outer loop

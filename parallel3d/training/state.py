@@ -43,7 +43,7 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
     """Loads a checkpoint that was saved in any layout. Collective.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or the run had another model, optimizer, seed,
+        CheckpointError: The checkpoint is damaged, or its run differs in model, optimizer, seed,
             batch size, sequence length or data. Nothing has changed then.
     """
     state = tensors_of(trainer)
@@ -67,9 +67,7 @@ def load_trainer(trainer: Trainer, path: Path) -> None:
 
 
 def of_rank_0(paths: list[Path]) -> list[Path]:
-    """Broadcasts the paths that rank 0 found, so that all ranks agree even if the folder changes
-    meanwhile.
-    """
+    """Broadcasts the paths that rank 0 found, because the folder can change meanwhile."""
     box = [paths]
     dist.broadcast_object_list(box)
     return box[0]
@@ -78,11 +76,11 @@ def of_rank_0(paths: list[Path]) -> list[Path]:
 def resume_from(trainer: Trainer, checkpoints: list[Path], folder: Path) -> list[str]:
     """Resumes from the first undamaged checkpoint and returns lines for the user.
 
-    Sets aside checkpoints in the run's `folder` that are damaged or newer.
+    Sets aside the skipped checkpoints, and those in the run's `folder` that are newer.
 
     Raises:
-        CheckpointError: All checkpoints are damaged (none is renamed), or one is from another
-            model.
+        CheckpointError: All checkpoints are damaged (none is renamed), or one is from a different
+            run (see `load_trainer`).
     """
     path, lines = first_whole(trainer, checkpoints, load_trainer)
     if dist.get_rank() == 0:
@@ -98,7 +96,10 @@ def resume_from(trainer: Trainer, checkpoints: list[Path], folder: Path) -> list
 
 
 def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
-    """Loads only the weights of the first undamaged checkpoint, and returns lines for the user."""
+    """Loads only the weights of the first undamaged checkpoint, if `checkpoints` is not empty.
+
+    Returns lines for the user.
+    """
     if not checkpoints:
         return []
     path, lines = first_whole(trainer, checkpoints, load_model)
@@ -108,7 +109,7 @@ def start_from(trainer: Trainer, checkpoints: list[Path]) -> list[str]:
 def first_whole(
     trainer: Trainer, checkpoints: list[Path], load: Callable[[Trainer, Path], object]
 ) -> tuple[Path, list[str]]:
-    """Loads the first undamaged checkpoint. Returns it and a line for each skipped one."""
+    """Loads the first undamaged checkpoint. Returns its path and a line for each skipped one."""
     lines: list[str] = []
     for path in checkpoints[:-1]:
         try:
@@ -121,16 +122,17 @@ def first_whole(
 
 
 def load_model(trainer: Trainer, path: Path) -> Progress:
-    """Loads only the parameters of a checkpoint, whatever its layout and optimizer. Collective.
+    """Loads only the parameters of a checkpoint of any layout and optimizer. Collective.
 
-    With local SGD it loads the outer parameters. `path` can also be a folder with Hugging Face
-    weights.
+    A checkpoint of local SGD provides the outer parameters. `path` can also be a folder with
+    Hugging Face weights.
 
     Returns:
         Progress of the run that saved the checkpoint. For Hugging Face weights, the trainer's own.
 
     Raises:
-        CheckpointError: The weights are damaged or from another model. Nothing has changed then.
+        CheckpointError: The weights are damaged or from a different model. Nothing has changed
+            then.
     """
     progress = trainer.progress
     if is_pretrained(path):
@@ -147,10 +149,10 @@ def load_model(trainer: Trainer, path: Path) -> Progress:
 
 
 def _copy_to_twins(trainer: Trainer) -> None:
-    """Copies a loaded tied weight to its second copy on this rank, if there is one.
+    """Copies a loaded tied weight and its optimizer states to its second copy on this rank.
 
-    A checkpoint holds the weight once. With a V-shaped schedule one rank has both ends of the
-    pipeline.
+    A checkpoint holds the weight once. With a V-shaped schedule, one rank has the first and the
+    last stage, and so both copies.
     """
     loaded = {parameter.name: parameter for parameter in trainer.parameters}
     for parameter in trainer.parameters:
@@ -162,9 +164,9 @@ def _copy_to_twins(trainer: Trainer) -> None:
 
 
 def _check_same_run(trainer: Trainer, path: Path, saved: Progress) -> None:
-    """Raises CheckpointError if the checkpoint's run had other batches, optimizer or data.
+    """Raises CheckpointError if the checkpoint's run differs in seed, batches, optimizer or data.
 
-    Unknown fingerprints and `checkpoint.allow_other_data` skip the comparison of data.
+    Data fingerprints are not compared if one is unknown or with `checkpoint.allow_other_data`.
     """
     recipe = trainer.recipe
     sequences = trainer.recipe.batch_sizes.before(saved.step)

@@ -16,19 +16,22 @@ from parallel3d.errors import DataError
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a training step, equal on all ranks.
+    """Result of a training step, equal on all ranks of a replica.
+
+    With local SGD, only `factor` and `own_norm` differ between replicas.
 
     Args:
-        loss: Mean over the target tokens of the global batch, in nats.
+        loss: Mean over the target tokens of the global batch, in nats. Includes the z-loss.
         grad_norm: Gradient norm before clipping. With local SGD, the root mean square over the
             replicas.
         tokens: Target tokens, that is, non-ignored labels.
         factor: Factor that turns the gradients into those of the mean loss over the target tokens.
         own_norm: Gradient norm of this rank's replica, by which it clips.
-        is_asked_to_stop: True if a rank has a request to stop or save.
+        is_asked_to_stop: True if any rank has a request to stop or save, or a failed save.
         lr: Learning rate.
         loss_scale: Loss scale, or None without float16.
-        left_out: Reason why the optimizer skipped the step, or None.
+        left_out: Reason why the step was skipped, or None. A step that is skipped only to lower the
+            loss scale has none.
         spike: Description of a spike in loss or gradient norm, or None.
     """
 
@@ -54,19 +57,17 @@ class StepResult:
 
 
 class StepTotals(NamedTuple):
-    """Sums of a step over the mesh, as float64 scalars on the device."""
+    """Totals of a step over the mesh, as float64 scalars on the device."""
 
     loss: Tensor  # Mean over the target tokens.
     grad_norm: Tensor
     tokens: Tensor
-    votes: (
-        Tensor  # Number of ranks with a request to stop or save. Local SGD: mean over the replicas.
-    )
-    refusals: Tensor  # Below 0 if any rank read an id beyond the vocabulary.
+    votes: Tensor  # Number of ranks with a request to stop or save, or a failed save.
+    refusals: Tensor  # Below 0 if any rank read an id outside the vocabulary.
 
 
 def refuse_no_labels(step: int, tokens: int, ignored_ids: Sequence[int]) -> None:
-    """Raises DataError if the global batch of a step has no target token."""
+    """Raises DataError if `tokens`, the number of target tokens, is 0."""
     if not tokens:
         raise DataError(
             f"step {step}: no target token in the batch, because data.ignore_token_ids = "
@@ -75,7 +76,7 @@ def refuse_no_labels(step: int, tokens: int, ignored_ids: Sequence[int]) -> None
 
 
 def refuse_wrong_id(own: WrongId | None, vocab: int) -> NoReturn:
-    """Raises DataError for the first sample with an id beyond the vocabulary. Collective.
+    """Raises DataError for the first sample with an id outside the vocabulary. Collective.
 
     `own` is the wrong id that this rank found, or None.
     """

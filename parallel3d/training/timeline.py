@@ -23,10 +23,11 @@ from parallel3d.training.trainer import Trainer
 def traced_step(
     trainer: Trainer, batch: Batch, folder: Path, say: Callable[[str], None]
 ) -> StepResult:
-    """Runs a step and writes its trace for Perfetto to `folder/timeline_step_00000007.json`.
+    """Runs a step and writes its trace for Perfetto, such as `timeline_step_00000007.json`.
 
     The trace holds the pipeline of each data-parallel and tensor-parallel rank, and last the
-    simulation. Rank 0 writes the file and prints the bubble fraction. Collective.
+    simulation. Rank 0 writes the file to `folder` and prints the bubble fraction. Requests to stop
+    or save wait for the next step. Collective.
     """
     dist.barrier()
     start_s = time.perf_counter()  # All ranks left the barrier together, so this is time 0 on each.

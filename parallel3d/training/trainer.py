@@ -1,4 +1,4 @@
-"""Trainer: a model on a mesh, and the method that runs one training step."""
+"""Trainer: a model on a mesh, with methods for a training step, evaluation and logits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from parallel3d.training.step_result import (
 )
 from parallel3d.watch.heartbeat import phase
 
-_build_schedule = lru_cache(build_schedule)  # One schedule per number of microbatches.
+_build_schedule = lru_cache(build_schedule)  # A batch-size warmup reuses several schedules.
 
 
 class Trainer:
@@ -53,16 +53,17 @@ class Trainer:
         recipe: Complete recipe of the run.
         mesh: Mesh from `build_mesh`. With local SGD, the mesh of all replicas.
         device: Device of this rank.
-        model_class: What builds the model, for example `model_class("llama")`.
+        model_class: Builds the model, for example `model_class("llama")`.
         initialize: If False, the weights stay uninitialized, and you must load a checkpoint before
             the first step.
         gpu_bytes: Memory of a GPU in bytes. Determines the chunk size of the loss. None on CPU.
-        data_fingerprint: Identifies the training data in checkpoints.
+        data_fingerprint: Identifies the training data in checkpoints. None: unknown.
         outer_loop: Builds the outer loop of local SGD (`local_sgd.outer_loop_of`). None: replicas
             are synchronous.
 
     Raises:
-        ConfigError: The recipe uses local SGD, but `outer_loop` is None.
+        ConfigError: The recipe uses local SGD, but `outer_loop` is None, or the model does not
+            support the recipe.
 
     Example:
         >>> from parallel3d.models import model_class
@@ -152,24 +153,24 @@ class Trainer:
     ) -> StepResult:
         """Runs one training step: forward and backward passes, then the optimizer. Collective.
 
-        A step with a non-finite loss or gradient does not change the weights. It is skipped or
-        raises, as `train.on_nonfinite` says.
+        The optimizer does not apply a step with a non-finite loss or gradient. The step is skipped
+        or raises, as `train.on_nonfinite` says. If a lower loss scale may help, it is skipped.
 
         Args:
             batch: Share of the global batch for this data-parallel rank: inputs and labels
                 [microbatches, batch, seq].
             recorder: Records the start and end of each action of the schedule.
-            observe: Called with each parameter when its gradient is complete, before scaling and
-                clipping.
-            is_asked_to_stop: True if this rank has a request to stop or save. Summed over the
-                mesh, so that all ranks stop after the same step.
+            observe: Called with each trainable parameter once the gradients are complete, before
+                scaling and clipping.
+            is_asked_to_stop: True if this rank has a request to stop or save, or a failed save.
+                Summed over the mesh, so that all ranks respond after the same step.
 
         Returns:
             Loss, gradient norm, learning rate and more, equal on all ranks.
 
         Raises:
-            DataError: The global batch has no target tokens, or an id is beyond the vocabulary.
-                Nothing has changed then.
+            DataError: The global batch has no target tokens, or an id is outside the vocabulary.
+                The weights have not changed then.
             NonFiniteError: Loss or gradient is not finite, and the step cannot be skipped.
             SpikeError: Too many spikes in a row.
         """
@@ -178,7 +179,7 @@ class Trainer:
         labels = self._on_device(batch.labels)
         rate = learning_rate(recipe.optimizer, step, recipe.train.steps)
         for group in self.optimizer.param_groups:
-            # Muon can use another learning rate for its matrices.
+            # Muon can use a different learning rate for its matrices.
             group["lr"] = rate * group.get("lr_ratio", 1.0)
         self.loss.scale = self.progress.loss_scale or 1.0
         loss = self.pipeline.run(
@@ -216,9 +217,9 @@ class Trainer:
         return result
 
     def compare_replicas(self, when: str) -> None:
-        """Raises ReplicaError if tensors differ that several ranks must hold equally. Collective.
+        """Compares the parameters and optimizer states that ranks hold in common. Collective.
 
-        It compares parameters and optimizer states. The error is raised on all ranks.
+        Raises ReplicaError on all ranks if any differ.
 
         Args:
             when: Beginning of the error message, such as "step 100".
@@ -229,16 +230,15 @@ class Trainer:
         refuse_differences(copies, self.recipe.parallel, self.device, when=when, advice=advice)
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Returns the mean cross-entropy in nats over all target tokens of some batches.
-        Collective.
+        """Returns the mean cross-entropy of all target tokens in nats. Collective.
 
         With local SGD it evaluates the outer parameters, which are the result of the run.
 
         Args:
-            batches: Shares of global batches, of any size, for this data-parallel rank.
+            batches: This data-parallel rank's shares of global batches of any size.
 
         Raises:
-            DataError: No batch has a target token, or an id is beyond the vocabulary.
+            DataError: No batch has a target token, or an id is outside the vocabulary.
         """
         results = []
         with self._evaluating():
@@ -257,14 +257,15 @@ class Trainer:
         return sum(result.loss * (result.tokens / tokens) for result in results)
 
     def logits(self, ids: Tensor, documents: Documents = None) -> list[Tensor]:
-        """Returns the logits of each microbatch, [batch, seq, vocab / tp]. Collective.
+        """Returns the logits of each microbatch. Collective.
 
         Args:
             ids: Token ids [microbatches, batch, seq].
             documents: Document masks of packed sequences, one per microbatch. None: no mask.
 
         Returns:
-            One tensor per microbatch on the ranks of the last stage, an empty list on other ranks.
+            [batch, seq, vocab / tp] per microbatch on the ranks of the last stage, or [batch, seq,
+            vocab] if the model gathers its logits. An empty list on other ranks.
         """
         with self._evaluating():
             outputs = self.pipeline.forward(
@@ -289,7 +290,7 @@ class Trainer:
     def _keywords(
         self, documents: Documents, samples: Tensor | None = None
     ) -> list[dict[str, Any]] | None:
-        """Returns the keyword arguments of the stages for each microbatch, or None without any.
+        """Returns the keyword arguments of the stages for each microbatch, or None if unused.
 
         They hold the document mask of packed sequences, and in training the dropout key of the
         `samples`.
@@ -306,15 +307,13 @@ class Trainer:
         return keywords or None
 
     def _sizes(self, ids: Tensor) -> dict[str, int]:
-        """Returns the named sizes of the tensors between stages for ids [microbatches, batch,
-        seq]."""
+        """Returns the named sizes of the boundaries for `ids` [microbatches, batch, seq]."""
         parts = self.axes[Role.SPLIT_TENSORS].size if self.recipe.parallel.sequence_parallel else 1
         return {"batch": ids.shape[1], "seq": ids.shape[2] // parts}
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """Disables dropout, label smoothing and z-loss, and switches to the parameters to
-        evaluate."""
+        """Context manager that disables dropout and z-loss and sets the parameters to evaluate."""
         self.loss.is_plain = True
         for stage in self.stages:
             stage.module.eval()
@@ -340,12 +339,12 @@ class Trainer:
         """Reduces the totals of a step over the mesh, with one all-reduce per axis.
 
         It sums the loss, the target tokens, this rank's share `square` of the squared gradient
-        norm, and the votes to stop or refuse the batch. The loss is equal on all tensor-parallel
+        norm, the requests to stop, and the votes to refuse the batch. The loss is equal on all tp
         ranks, so each adds its share. Labels are equal along tp and pp, so only the first rank of
         both axes counts them.
 
         All arithmetic is in float64 on the device. Reading the results synchronizes the host with
-        the GPU, once per step. Raises DataError on all ranks if an id is beyond the vocabulary.
+        the GPU, once per step. Raises DataError on all ranks if an id is outside the vocabulary.
         """
         tp = self.axes[Role.SPLIT_TENSORS]
         pp = self.axes[Role.SPLIT_LAYERS]

@@ -60,12 +60,12 @@ def run_worker(
 ) -> None:
     """Trains a run as one of its workers. Collective.
 
-    Rank 0 prints for all ranks and writes `run_dir`.
+    Rank 0 prints for all ranks and writes `run_dir`, except checkpoint shards and profiles.
 
     Args:
         recipe: Complete recipe with a `run_dir`.
         rendezvous: Place of this worker in the job.
-        model_class: Model to train.
+        model_class: Builds the model to train.
         peak_of: Returns the peak FLOP/s of a GPU by name and precision, for the MFU.
         callbacks: Callbacks of rank 0, in addition to those of the recipe.
 
@@ -99,7 +99,7 @@ def run_worker(
         )
         begun = resume_from(trainer, saved, checkpoints) if saved else start_from(trainer, start)
         notes = []
-        if speaks:  # From here on, nothing can reject the run.
+        if speaks:  # Write the run folder only now, when nothing can reject the run anymore.
             notes = [f"warning: {note}" for note in begin_run(recipe)]
             with writing(checkpoints):
                 if recipe.checkpoint.every is not None:
@@ -143,8 +143,8 @@ def read_saved(
 ) -> None:
     """Runs `parallel3d-train evaluate` or `generate` on the checkpoint `checkpoint.resume`.
 
-    `evaluate` prints the loss of each evaluation set, the validation set first. `generate` prints a
-    text as the keys `train.sample_*` describe. Collective.
+    `evaluate` prints the loss and perplexity of each evaluation set, the validation set first.
+    `generate` prints a text as the keys `train.sample_*` describe. Collective: rank 0 prints.
     """
     path = recipe.checkpoint.resume
     train = recipe.train
@@ -175,7 +175,7 @@ def read_saved(
 def build_trainer(
     recipe: Recipe, device: torch.device, model_class: ModelClass, **settings: Any
 ) -> Trainer:
-    """Builds a trainer on this rank's device and the mesh of the recipe."""
+    """Builds a trainer on the mesh of the recipe. `settings` go to `Trainer`. Collective."""
     refuse(attention_errors(recipe, device_of(device)))
     mesh = build_mesh(recipe.parallel, device.type)
     limit_waits(recipe.train.start_timeout_s)
@@ -187,14 +187,14 @@ def build_trainer(
         gpu_bytes=gpu_bytes(device),
         **settings,
     )
-    limit_waits(recipe.train.start_timeout_s)  # Applies to the groups that the trainer created.
+    limit_waits(recipe.train.start_timeout_s)  # Again, for the groups that the trainer created.
     return trainer
 
 
 def stop_signals(recipe: Recipe, checkpoints: Path) -> AbstractContextManager[StopRequest]:
-    """Catches the signals that ask to save and stop.
+    """Returns a context manager that catches the signals to save or stop.
 
-    Without checkpoints a run cannot save, so signals end it immediately.
+    Without `checkpoint.every` a run cannot save, so signals end it immediately.
     """
     grace_s = recipe.checkpoint.grace_s
 
@@ -212,7 +212,7 @@ def stop_signals(recipe: Recipe, checkpoints: Path) -> AbstractContextManager[St
 
 
 def describe_run(trainer: Trainer, corpora: Sequence[Corpus]) -> str:
-    """Returns the first line of the log: model size, layout, hardware and data."""
+    """Describes model size, layout, hardware, precision and data in one line."""
     recipe = trainer.recipe
     device = trainer.device
     axes = [f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1]
@@ -236,7 +236,8 @@ def build_loaders(
     held_out = [corpus.validation for corpus in corpora]
     validation = windows_of_run(recipe, held_out, for_validation=True)
     sequences = recipe.train.eval_sequences
-    # `evaluate` accepts any number of sequences, also one that does not fit the layout.
+    # Without `eval_every`, only the command `evaluate` uses this set. Then the layout need not
+    # divide `eval_sequences`, so the set is padded.
     if recipe.train.eval_every is None:
         own = EvaluationSet.build(VALIDATION, loader, validation, sequences)
     else:
