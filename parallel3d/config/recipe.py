@@ -56,14 +56,15 @@ class RopeScaling:
     factor: Ratio
     # Context length of the original model, in tokens.
     original_max_positions: int
-    # llama3: frequencies with at most this many turns in the original context are divided by
+    # llama3: frequencies with at most this many rotations in the original context are divided by
     # `factor`.
     low_freq_factor: Positive = 1.0
-    # llama3: frequencies with at least this many turns in the original context stay unchanged.
+    # llama3: frequencies with at least this many rotations in the original context stay unchanged.
     high_freq_factor: Positive = 4.0
-    # yarn: frequencies with more turns in the original context than this stay unchanged.
+    # yarn: frequencies with more rotations in the original context than this stay unchanged.
     beta_fast: Positive = 32.0
-    # yarn: frequencies with fewer turns in the original context than this are divided by `factor`.
+    # yarn: frequencies with fewer rotations in the original context than this are divided by
+    # `factor`.
     beta_slow: Positive = 1.0
     # yarn: factor that multiplies queries and keys. None: 0.1 ln(factor) + 1.
     attention_factor: Positive | None = None

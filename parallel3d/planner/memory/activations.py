@@ -50,7 +50,7 @@ class BlockActivations:
     attention: AttentionKernel = AttentionKernel("cpu")
 
     def bytes(self, recompute: BlockRecompute = "none") -> int:
-        """Returns the bytes that the block saves."""
+        """Returns the bytes of activations that the block saves for the backward pass."""
         tokens = self.batch * self.seq
         e = self.item_bytes
         hidden = self.shape.hidden
