@@ -38,7 +38,7 @@ _LLAMA = {
     "init_std": "initializer_range",
     "tied_embeddings": "tie_word_embeddings",
 }
-# Defaults that transformers uses for missing keys.
+# Defaults of Hugging Face Transformers for missing keys.
 _DEFAULTS = {
     "layer_norm_epsilon": 1e-5,
     "rms_norm_eps": 1e-6,

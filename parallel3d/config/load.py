@@ -120,7 +120,7 @@ def _merge(settings: Iterable[Setting]) -> dict[str, Any]:
     """Merges settings into nested dicts. A later setting wins."""
     from omegaconf import OmegaConf  # Imported here, because --help does not need it.
 
-    # Allow objects such as sets, which YAML can produce. pydantic refuses them later.
+    # Allow objects such as sets, which YAML can produce. pydantic rejects them later.
     tree = OmegaConf.create({"model": {}, "train": {}}, flags={"allow_objects": True})
     for setting in settings:
         if setting.value is None and setting.key in Recipe.__dataclass_fields__:
@@ -136,8 +136,9 @@ def _merge(settings: Iterable[Setting]) -> dict[str, Any]:
 def _with_card(
     said: list[Setting], asked: list[Setting], cards: Mapping[str, Path]
 ) -> list[Setting]:
-    """Returns all settings in ascending priority, with those of the shape card just before the
-    layer that names it."""
+    """Returns all settings in ascending priority. Those of a shape card (a file with the sizes of a
+    model) come just before the file or the overrides that name it.
+    """
     naming = [setting for setting in (*said, *asked) if setting.key == "model.name"]
     if not naming or naming[-1].value is None:
         return [*said, *asked]

@@ -400,9 +400,9 @@ class OptimizerConfig:
     nesterov: bool | None = None
     # muon: peak learning rate of the matrices of the blocks. None: `lr`.
     muon_lr: Positive | None = None
-    # muon: factor on the learning rate of a matrix. match_rms_adamw: 0.2 sqrt(longer side), so that
-    # `lr` and `weight_decay` of AdamW can stay. original: sqrt(rows / columns), at least 1. None:
-    # match_rms_adamw.
+    # muon: factor on the learning rate of each matrix. match_rms_adamw: 0.2 sqrt(max(rows,
+    # columns)), so that the `lr` and `weight_decay` of AdamW can be reused. original: sqrt(max(1,
+    # rows / columns)). None: match_rms_adamw.
     lr_adjust: Literal["original", "match_rms_adamw"] | None = None
     # muon: number of Newton-Schulz iterations. None: 5.
     ns_steps: Annotated[int, in_range(ge=1, le=99)] | None = None

@@ -15,7 +15,7 @@ import yaml
 from parallel3d.errors import ConfigError
 
 COMMAND_LINE = "command line"
-# Recipes have a few kB. Parsing 1 MiB would take half a minute.
+# Recipes are a few kB in size. Parsing 1 MiB would take half a minute.
 _LARGEST_FILE_BYTES = 128 << 10
 
 

@@ -3,7 +3,7 @@
 These are parameters and optimizer states on data-parallel axes that do not shard them, parameters
 that tp does not split (norms, biases, replicated keys and values), and tied weights on the first
 and last pipeline stage. All copies start equal and get the same updates. A difference is therefore
-caused by a fault of memory, processor or link, or by a model that draws random numbers or computes
+caused by a memory, processor or link fault, or by a model that draws random numbers or computes
 differently on each rank. Tensors that only one rank holds (FULL_SHARD) cannot be compared.
 """
 

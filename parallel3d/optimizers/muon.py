@@ -106,7 +106,8 @@ class Muon(torch.optim.Optimizer):
             rate = group["lr"] * factor
             change = updates[number].float().mul_(rate)
             wide = matrix.local.float()  # Copies unless the parameter is float32.
-            matrix.local.copy_(wide.mul_(1 - decay).sub_(change))  # Rounded once.
+            # Computed in float32, so that the new value is rounded only once.
+            matrix.local.copy_(wide.mul_(1 - decay).sub_(change))
 
     def _momentum(self, matrix: LocalParameter, momentum: float) -> Tensor:
         """Updates the momentum buffer. Returns this rank's shard of the matrix to orthogonalize."""

@@ -86,7 +86,8 @@ def looped_bfs(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Ac
 
 
 def zb_h1(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
-    """Runs ZB-H1: 1F1B with W delayed by `rank` microbatches.
+    """ZB-H1: 1F1B with weight gradients (W) delayed by `rank` microbatches. Returns the length of
+    the warm-up.
 
     See arXiv 2401.10241, section 2.1 and table 1. Each rank is idle for (p - 1) (F + I - W) / v if
     W <= F. The idle time of 1F1B is (p - 1) (F + I + W) / v, three times as long if F, I and W are

@@ -1,12 +1,13 @@
 """Exchange of small tensors between ranks of one host through shared memory.
 
-A gloo collective costs about a millisecond of CPU time for any size, and ten if a host has more
-ranks than cores (docs/benchmarks.md). That exceeds the work of a small layer. Here a rank writes
-its tensor into a slot that the other ranks can read, and notifies each by one byte through a pipe.
+A gloo collective costs about a millisecond of CPU time regardless of its size, and ten if a host
+has more ranks than cores (docs/benchmarks.md). That exceeds the work of a small layer. Here a rank
+writes its tensor into a slot that the other ranks can read, and notifies each by one byte through a
+pipe.
 
-[Note: slots] A slot is reused after SLOTS exchanges. A rank has at most IN_FLIGHT exchanges open,
-so on opening exchange k + SLOTS it has finished k + IN_FLIGHT. Every rank has opened k + IN_FLIGHT
-by then, so it has finished k, and the slot of k is free.
+[Note: slots] A slot is reused after SLOTS exchanges. SLOTS is 2 IN_FLIGHT. A rank has at most
+IN_FLIGHT exchanges open, so when it opens exchange k + SLOTS, it has finished k + IN_FLIGHT. All
+ranks had then opened k + IN_FLIGHT and finished k, so the slot of k is free.
 """
 
 from __future__ import annotations

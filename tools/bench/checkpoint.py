@@ -98,7 +98,7 @@ def make_state(tensors: int, seed: int = 0) -> State:
 
 
 def measure_saves(tensors: int, peer: str, rounds: int, steps: int) -> list[Round]:
-    """Times saves into new folders, without their removal."""
+    """Times saves into new folders. Deleting the folders is not timed."""
     state = make_state(tensors)
     with common_folder() as folder:
 

@@ -126,8 +126,8 @@ def _claimed(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
 
 
 def _clear(partial: Path) -> None:
-    """Deletes the job's folder, the chunks first. If interrupted there, the same command can
-    continue.
+    """Deletes the job's folder, the chunks first. If the deletion is interrupted, the same command
+    can continue the job.
     """
     shutil.rmtree(partial / _CHUNKS, ignore_errors=True)
     shutil.rmtree(partial)

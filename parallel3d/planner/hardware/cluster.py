@@ -78,7 +78,7 @@ class Device:
 
     @property
     def gpu_bytes(self) -> float | None:
-        """Memory of a GPU, or None for a CPU. Frameworks choose chunk sizes by it."""
+        """Memory of a GPU in bytes, or None for a CPU. The chunks of the loss depend on it."""
         if self.is_cpu:
             return None
         return self.memory_bytes

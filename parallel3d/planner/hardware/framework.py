@@ -34,7 +34,7 @@ class FrameworkProfile:
     action_s: float = 0.0  # Seconds between two actions of a pipeline rank.
     # layouts
     axes: tuple[str, ...] = ()  # Axes in addition to tp, pp and data parallelism: "cp", "ep".
-    splits_optimizer_alone: bool = False  # True if the default sharding is ZeRO-1
+    splits_optimizer_alone: bool = False  # True if the default sharding is ZeRO-1.
     # Bytes per parameter, before sharding:
     weight_bytes: float = 2.0  # Of the weights used in matmuls.
     gradient_bytes: float = 4.0
@@ -42,7 +42,7 @@ class FrameworkProfile:
     state_bytes: float = 8.0  # Part of `optimizer_bytes` that the first optimizer step allocates.
     reduce_bytes: float = 2.0  # Of the gradients in a reduction.
     # Options that decide which activations are saved:
-    fused_mlp: bool = False  # True if silu(gate) of SwiGLU is not saved
+    fused_mlp: bool = False  # True if silu(gate) of SwiGLU is not saved.
     logit_bytes: float = 6.0  # Live bytes per logit at the loss.
     # Bytes outside the model:
     cache_bytes: float = 3e9  # cuBLAS workspaces, and cached blocks of other sizes.
@@ -84,7 +84,7 @@ SOFTMAX = replace(
 )
 STACKS = {stack.name: stack for stack in (EAGER, FUSED, COMPILED, JAX, SOFTMAX)}
 # layers/ determines the saved activations, sharding/ the data-parallel memory. Kernels are those of
-# eager PyTorch. It has not been measured on GPUs.
+# eager PyTorch. This profile has not been validated on GPUs.
 PARALLEL3D = replace(
     EAGER,
     name="parallel3d",

@@ -47,8 +47,8 @@ def block_tables(
 ) -> tuple[Table, ...]:
     """Returns a block's parameters on a tp rank, without experts.
 
-    `dense` selects a dense layer of an MoE model. `repeats_kv_heads` shards keys and values like
-    Megatron-LM.
+    `dense` selects a dense layer of an MoE model. With `repeats_kv_heads`, tp ranks that share a
+    key-value head hold copies of it, as in Megatron-LM.
     """
     h = shape.hidden
     q = shape.query_hidden

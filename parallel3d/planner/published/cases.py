@@ -157,7 +157,7 @@ class PublishedCase:
     speed: tuple[str, float] | None  # Name and value of the speed to compare.
     tags: tuple[str, ...]
     apart: str  # reason to exclude it from the totals, or ""
-    filled: tuple[str, ...]  # fields that the source omits, with the origin of their values
+    filled: tuple[str, ...]  # Fields that the source omits, with the origin of their values.
 
 
 @dataclass(frozen=True)
@@ -383,8 +383,8 @@ class _Case:
 
 
 def _first_word(key: str, value: Any) -> Any:
-    """Returns the planner's option for a value that a source states as text, by the words in
-    words.yaml. Any other value is returned unchanged.
+    """Translates a text that a source states into the planner's option, using words.yaml. Returns
+    any other value unchanged.
     """
     words = _WORDS.get(key, {})
     if not isinstance(value, str) or value in words.values():

@@ -63,7 +63,9 @@ def _fit(
     measured: list[float],
     deviations: list[float],
 ) -> list[float]:
-    """Fits `predict`, a function of log scales, to logarithms `measured`. Returns log scales."""
+    """Returns the log scales at which `predict` best fits the log values `measured`, with priors of
+    standard deviation `deviations`.
+    """
     import numpy as np
 
     count = len(deviations)

@@ -45,7 +45,7 @@ class RecomputeChoice(NamedTuple):
     recompute_every: int | None = None
 
     def of(self, parallel: ParallelConfig) -> ParallelConfig:
-        """Returns the layout with this recompute."""
+        """Returns the layout with this recompute setting."""
         return varied(parallel, **self._asdict())
 
 

@@ -100,8 +100,9 @@ def flash_attention_s(
     sustained = 1e12 * (best.backward if backward else best.forward) * _ATTENTION
     if kernels.device.family == "hopper":
         sustained *= _HOPPER_ATTENTION
-    # Half of each tile on the diagonal is wasted, and short sequences fill the pipeline badly (Dao
-    # 2023, figures 4 to 6). With a head dimension of 64, the softmax takes a larger fraction.
+    # Half of each tile on the diagonal is wasted, and short sequences leave the kernel's pipeline
+    # underfilled (Dao 2023, figures 4 to 6). With a head dimension of 64, the softmax takes a
+    # larger fraction.
     length = keys / (keys + (420.0 if backward else 300.0))
     depth = min(1.0, 0.62 + 0.38 * head_dim / 128)
     return products / (sustained * length * depth) + kernels.device.kernel_s

@@ -48,7 +48,7 @@ class Cost:
     parts: TimeParts
     step_time_s: float
     tokens_per_s_per_gpu: float
-    model_flops_per_gpu: float  # Model FLOPs per second and device.
+    model_flops_per_gpu: float  # Model FLOPs per second per device.
     # Model FLOP/s (`parameters.model_flops_per_token`) divided by the device's dense peak.
     mfu: float
 

@@ -41,7 +41,9 @@ from parallel3d.tools.check_layout.plain import adamw
 
 
 def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:
-    """Returns one pipeline stage on the meta device. The first stages get the remaining layers."""
+    """Returns one pipeline stage on the meta device. If the layers do not divide evenly, the first
+    stages get one more each.
+    """
     with torch.device("meta"):
         model = PlainLlama(config)
     each, left_over = divmod(config.layers, stages)
@@ -94,7 +96,7 @@ def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> No
 def apply_fsdp(model: PlainLlama, mesh: DeviceMesh, *, is_bf16: bool = False) -> None:
     """Applies `fully_shard` to each block and to the model.
 
-    Parameters stay unsharded until the backward pass of the last microbatch, which is fastest. With
+    For speed, parameters stay unsharded until the backward pass of the last microbatch. With
     `is_bf16`, they are all-gathered in bf16, and gradients are reduced in float32.
     """
     policy = MixedPrecisionPolicy()
