@@ -22,7 +22,12 @@ from typing import Any
 
 import parallel3d
 from parallel3d.config import recipe as recipe_module
+from parallel3d.config.hugging_face import CLASSES
 from parallel3d.config.schema import recipe_schema
+from parallel3d.convert.families import FAMILIES as RULES
+from parallel3d.convert.families import SEQUENCE_FAMILIES
+from parallel3d.pipeline.split_model import FAMILIES as STAGES
+from parallel3d.planner.model.hf_config import PLANNED_FAMILIES
 
 DOCS = Path(__file__).parent
 FOLDER = DOCS / "reference" / "generated"
@@ -59,6 +64,7 @@ def write_reference() -> None:
     (FOLDER / "config.md").write_text(config_page())
     (FOLDER / "commands.md").write_text(commands_page())
     (FOLDER / "api.md").write_text(api_page())
+    (FOLDER / "families.md").write_text(families_table())
 
 
 def update_packages() -> None:
@@ -67,6 +73,17 @@ def update_packages() -> None:
     before, start, rest = guide.read_text().partition("<!-- packages -->\n")
     _, end, after = rest.partition("<!-- end of packages -->")
     guide.write_text(before + start + packages_table() + end + after)
+
+
+def families_table() -> str:
+    """Returns the families of Hugging Face models, with what is supported for each."""
+    planned = {*PLANNED_FAMILIES, *CLASSES}
+    supported = (RULES, SEQUENCE_FAMILIES, STAGES, planned)
+    rows = ["| `model_type` | tp | sequence parallelism | pp | planner |", "|---|---|---|---|---|"]
+    for family in sorted({*RULES, *STAGES}):
+        cells = ("yes" if family in names else "no" for names in supported)
+        rows.append(f"| `{family}` | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n"
 
 
 def config_page() -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from parallel3d.build_engine import ModelClass
-    from parallel3d.config.recipe import ModelConfig
+    from parallel3d.config.recipe import Recipe
 
 
 def shape_cards() -> dict[str, Path]:
@@ -20,24 +20,28 @@ def shape_cards() -> dict[str, Path]:
 
 
 def model_class(architecture: str) -> ModelClass:
-    """Returns the class of `model.architecture`. Raises ConfigError if there is no such class.
+    """Returns what builds the model of `model.architecture`. Raises ConfigError for other names.
 
     Imports torch, and the user's module for a custom class.
     """
-    from parallel3d.models.custom import import_model
+    from parallel3d.existing_model import ExistingModel, construct_hugging_face, import_model
     from parallel3d.models.gpt import GPT
     from parallel3d.models.llama import Llama
 
-    classes: dict[str, ModelClass] = {"llama": Llama, "gpt": GPT}
-    return classes[architecture] if architecture in classes else import_model(architecture)
+    own: dict[str, ModelClass] = {
+        "llama": Llama,
+        "gpt": GPT,
+        "transformers": ExistingModel(construct_hugging_face),
+    }
+    return own[architecture] if architecture in own else import_model(architecture)
 
 
-def check_model(config: ModelConfig) -> None:
-    """Raises ConfigError if a custom model class is missing or cannot be trained.
+def check_model(recipe: Recipe) -> None:
+    """Raises ConfigError if a model from outside this project is missing or cannot be trained.
 
     Built-in models need no check, so torch is not imported for them.
     """
-    if config.is_custom:
-        from parallel3d.models.custom import check_class
+    if recipe.model.is_custom:
+        from parallel3d.models.custom import check_custom
 
-        check_class(config)
+        check_custom(model_class(recipe.model.architecture), recipe)

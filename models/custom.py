@@ -1,4 +1,4 @@
-"""Imports and validates custom models (`model.architecture: module:Class`) before workers start."""
+"""Validates models from outside this project before workers start."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ import torch
 from torch import nn
 
 from parallel3d.build_engine import ModelClass
-from parallel3d.config.import_class import import_class, naming_user_code
+from parallel3d.config.import_class import naming_user_code
 from parallel3d.config.load import read_options
-from parallel3d.config.recipe import ModelConfig
+from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.config.rules import refuse
 from parallel3d.config.yaml_text import shown
+from parallel3d.existing_model import ExistingModel
 from parallel3d.layers.parameter import ParallelModule
 from parallel3d.layers.positions import PackedDocuments
 from parallel3d.models.decoder import NoOptions
-from parallel3d.pipeline.stage import FIRST_PARTS, LAST_PARTS
+from parallel3d.pipeline.stage import OWN_NAMES
 
 # Keys that select the class, or that its own dataclass validates.
 _NOT_THE_CLASS = ("name", "architecture", "options")
 
 
-def import_model(architecture: str) -> ModelClass:
-    """Returns the class that `model.architecture` names as `module:Class`. Raises ConfigError."""
-    return import_class("model.architecture", architecture, nn.Module, "torch.nn.Module")
-
-
-def check_class(config: ModelConfig) -> None:
+def check_custom(model_class: ModelClass, recipe: Recipe) -> None:
     """Builds the unsharded model once on the meta device and validates it.
 
     Raises ConfigError if options do not fit the class, if the class does not read a key that the
     recipe sets, or if the model cannot be split into stages, sharded or trained.
     """
-    model_class = import_model(config.architecture)
+    config = recipe.model
     said = f"model.architecture = {config.architecture}"
+    if isinstance(model_class, ExistingModel):
+        with naming_user_code(f"{said}: building the model failed"):
+            model_class.check(recipe)
+        return
     read_options(getattr(model_class, "Options", NoOptions), config.options)
     read: set[str] = set()
     with naming_user_code(f"{said}: building the model failed"):
@@ -64,7 +64,7 @@ def check_class(config: ModelConfig) -> None:
 
 def _faults(model: nn.Module, config: ModelConfig) -> Iterator[str]:
     """Yields problems that a pipeline, tp or an optimizer would have with a model."""
-    parts = (*FIRST_PARTS, *LAST_PARTS)
+    parts = (*OWN_NAMES.first, *OWN_NAMES.last)
     for part in (*parts, "layers"):
         if not isinstance(getattr(model, part, None), nn.Module):
             yield (

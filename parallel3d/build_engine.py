@@ -24,13 +24,12 @@ from parallel3d.mesh import Axis, Role, axes_of
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.runtime import PipelineRuntime
+from parallel3d.pipeline.split_model import cut_stage
 from parallel3d.pipeline.stage import (
-    FIRST_PARTS,
-    LAST_PARTS,
     BlockRange,
     block_ranges,
     check_nothing_lost,
-    cut,
+    names_in,
     shared_by_ends,
 )
 from parallel3d.schedules.balance import balanced_cut, sizes_between
@@ -94,10 +93,11 @@ def build_engine(
             f"{recipe.model.architecture} has no argument documents; use data.documents=join, or "
             "add documents=None and pass it to the attention"
         )
+    names = names_in(reference)
     named = reference.named_parameters(remove_duplicate=False)
-    check_nothing_lost({name for name, _ in named}, ranges)
+    check_nothing_lost({name for name, _ in named}, ranges, names)
     aliases = tied_names(reference)
-    tied_ends = tuple(sorted(shared_by_ends(aliases, ranges)))
+    tied_ends = tuple(sorted(shared_by_ends(aliases, ranges, names)))
     # Compiled graphs must not contain tp collectives, split backward passes, selective recompute,
     # or document masks, whose sizes vary.
     is_cut = schedule.splits or parallel.recompute == "selective"
@@ -106,7 +106,7 @@ def build_engine(
     data = []
     parameters = []
     for index in schedule.stages_of(pp.get_local_rank()):
-        module = cut(build(), ranges[index])
+        module = cut_stage(build(), ranges[index])
         set_fused_gradients(module, True)
         if recipe.train.compile:
             compile_parts(module)
@@ -163,15 +163,19 @@ def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dty
     norm with the head.
     """
     parallel = recipe.parallel
-    layers = module.layers
-    assert isinstance(layers, nn.ModuleDict)
-    blocks = ["layers.*"] if layers else []  # The last stage may have only the head.
-    ends = [parts for parts in (FIRST_PARTS, LAST_PARTS) if getattr(module, parts[0]) is not None]
+    names = names_in(module)
+    # Modules that this stage has, with their parameters.
+    held = {name for name, part in module.named_modules() if [*part.parameters()]}
+    blocks = [name for name, _ in module.get_submodule(names.blocks).named_children()]
+    wrap: list[str | tuple[str, ...]] = [f"{names.blocks}.{name}" for name in blocks]
+    wrap = [name for name in wrap if name in held]
+    for end in ((*names.first, *names.added), names.last):
+        wrap.append(tuple(name for name in end if name in held))
     return shard(
         module,
         mesh,
         parallel.strategy,
-        wrap=[*blocks, *ends],
+        wrap=[unit for unit in wrap if unit],
         dtypes=dtypes,
         average=False,
         options=ShardingOptions(
@@ -201,8 +205,9 @@ def materialize(module: nn.Module, device: torch.device, *, offload: bool = Fals
     Values are uninitialized. Parameters stay tied, which `to_empty` alone does not ensure.
     """
     tied = tied_names(module)
+    buffers = [*module.named_buffers(remove_duplicate=False)]
     module.to_empty(device="cpu" if offload else device)
-    for name, buffer in [*module.named_buffers()]:
+    for name, buffer in buffers:
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, buffer.to(device))
     for name, original in tied.items():
@@ -228,7 +233,7 @@ def compile_blocks(model: nn.Module) -> None:
     graph. Module hooks (`fully_shard`, gradient reduction) also stay outside. A graph break is an
     error.
     """
-    for block in model.get_submodule("layers").children():
+    for block in model.get_submodule(names_in(model).blocks).children():
         method = "compute" if hasattr(block, "compute") else "forward"
         # Shadow the method on this instance.
         setattr(block, method, torch.compile(getattr(block, method), fullgraph=True))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,12 +21,18 @@ from parallel3d.checkpoint.hugging_face import HfTensor, hf_tensors
 from parallel3d.checkpoint.manifest import Manifest, read_manifest, save_file
 from parallel3d.checkpoint.pieces import read_box
 from parallel3d.checkpoint.store import CONFIG_JSON, sync_folder
-from parallel3d.config.hugging_face import to_hugging_face
+from parallel3d.config.hugging_face import (
+    config_of,
+    config_path,
+    read_config_json,
+    to_hugging_face,
+)
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.data.corpus import find_tokenizer
 from parallel3d.data.tokenizers import JsonTokenizer, Tokenizer
 from parallel3d.errors import CheckpointError, ConfigError, DataError, writing
 
+GENERATION_JSON = "generation_config.json"
 # Files that Hugging Face reads in addition to tokenizer.json. Copied if they are next to it.
 _BESIDE_TOKENIZER = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
@@ -134,9 +141,9 @@ def _exported_tensors(
 
     Raises CheckpointError if the parameters in the checkpoint are not exactly those needed.
     """
-    sources = list(hf_tensors(form.model))
-    needed = {f"model.{name}" for source in sources for name in source.parameters}
     saved = {name for name in manifest.tensors if name.startswith("model.")}
+    sources = list(hf_tensors(form.model, sorted(name[len("model.") :] for name in saved)))
+    needed = {f"model.{name}" for source in sources for name in source.parameters}
     for name in sorted(needed ^ saved):
         words = "unexpected" if name in saved else "missing"
         raise CheckpointError(
@@ -190,12 +197,21 @@ def _write_others(folder: Path, files: dict[str, list[ExportedTensor]], form: Ex
             total += tensor.like.nbytes
     dtype = str(next(iter(files.values()))[0].like.dtype).removeprefix("torch.")
     eos = form.end_of_text
-    trees: dict[str, Any] = {
-        CONFIG_JSON: to_hugging_face(
-            form.model, seq_len=form.seq_len, dtype=dtype, end_of_text=eos
-        ),
-        "generation_config.json": {"eos_token_id": eos},
-    }
+    generation: dict[str, Any] = {"eos_token_id": eos}
+    if form.model.architecture == "transformers":
+        config = config_of(form.model) | {"dtype": dtype, "torch_dtype": dtype}
+        if eos is not None:
+            config["eos_token_id"] = eos
+        if "architectures" not in config:
+            auto: Any = import_module("transformers.models.auto.modeling_auto")
+            names = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+            config["architectures"] = [names[config["model_type"]]]
+        generation_path = config_path(form.model).with_name(GENERATION_JSON)
+        if generation_path.is_file():
+            generation = read_config_json(generation_path)
+    else:
+        config = to_hugging_face(form.model, seq_len=form.seq_len, dtype=dtype, end_of_text=eos)
+    trees: dict[str, Any] = {CONFIG_JSON: config, GENERATION_JSON: generation}
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weights}
         trees["model.safetensors.index.json"] = index

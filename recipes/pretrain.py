@@ -195,7 +195,7 @@ def _launch(options: argparse.Namespace) -> int:
             f"most {_MOST_LOCAL_WORKERS}; start them with torchrun on each machine, or use a "
             "smaller layout"
         )
-    check_model(recipe.model)
+    check_model(recipe)
     notes = _check(job, world_size)
     with _folder_of(job, notes):
         target = f"parallel3d.recipes:{job.function}"
@@ -226,7 +226,7 @@ def _join(options: argparse.Namespace, rendezvous: Rendezvous) -> int:
     try:
         job: Job = options.load(options)
         job = replace(job, recipe=fit_to_workers(job.recipe, rendezvous.world_size))
-        check_model(job.recipe.model)
+        check_model(job.recipe)
         rendezvous = join_attempt(rendezvous, job.recipe.train.start_timeout_s)
         job = _restarted(job) if rendezvous.is_restart else job
         recipe = job.recipe

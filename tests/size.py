@@ -27,12 +27,12 @@ NOT_COUNTED = {
     tokenize.ENDMARKER,
 }
 BUDGETS = {
-    "core without planner": 115_000,
-    "planner": 40_000,
-    "tools, shipped": 50_000,
+    "core without planner": 120_000,
+    "planner": 41_000,
+    "tools, shipped": 51_000,
     "tools/bench": 22_000,
     "models, recipes": 8_500,
-    "tests": 190_000,
+    "tests": 198_000,
 }
 MOST_TOKENS_PER_LINE = 8.5
 

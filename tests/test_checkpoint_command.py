@@ -155,7 +155,8 @@ def write_pretrained(model: ModelConfig, folder: Path, **others: object) -> dict
     """Writes a folder as transformers does, and returns its config.json."""
     shapes = {name: spec.shape for name, spec in named_specs(Llama(model, device="meta"))}
     tensors = {
-        each.name: torch.ones(each.shape(shapes[each.parameters[0]])) for each in hf_tensors(model)
+        each.name: torch.ones(each.shape(shapes[each.parameters[0]]))
+        for each in hf_tensors(model, ())
     }
     folder.mkdir(exist_ok=True)
     save_file(tensors, folder / "model.safetensors")

@@ -137,5 +137,5 @@ def test_tied_parameters_must_be_split_alike() -> None:
 
 
 def test_a_model_without_a_table_is_told_which_there_are() -> None:
-    with pytest.raises(ValueError, match=r"Linear with .*: no built-in rules, only for falcon, "):
+    with pytest.raises(ValueError, match=r"Linear with .*: no built-in rules, only for arcee, "):
         rules_of(nn.Linear(2, 2))

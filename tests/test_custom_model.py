@@ -44,7 +44,7 @@ def load(*overrides: str, path: str = "palm.yaml") -> Recipe:
 
 def refused(*overrides: str) -> str:
     with pytest.raises(ConfigError) as error:
-        check_model(load(*overrides).model)
+        check_model(load(*overrides))
     return str(error.value)
 
 
@@ -55,7 +55,7 @@ def test_options_are_read_from_the_file_and_the_command_line_and_written_again(
     assert recipe.model.options == {"activation": "swiglu", "biases": True, "scale": 0.1}
     (folder / "again.yaml").write_text(to_yaml(recipe))
     assert load(path="again.yaml") == recipe
-    check_model(recipe.model)
+    check_model(recipe)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_options_are_read_from_the_file_and_the_command_line_and_written_again(
     [
         (
             "model.architecture=palms",
-            "model.architecture = palms: must be llama, gpt or module:Class",
+            "model.architecture = palms: must be llama, gpt, transformers or module:Class",
             "my_model:MyModel",
         ),
         (
@@ -114,7 +114,7 @@ META = ParallelContext(device="meta")
 class Bare(nn.Module):
     Options = Palm.Options
 
-    def __init__(self, config, **settings):
+    def __init__(self, config, tp=None, **settings):
         super().__init__()
 
 class Partless(Decoder):

@@ -60,7 +60,7 @@ def test_a_model_is_that_of_transformers(family: str, tmp_path: Path) -> None:
     read = transformers.AutoConfig.from_pretrained(tmp_path)
     peer = transformers.AutoModelForCausalLM.from_config(read, attn_implementation="eager").double()
     model = build(config)
-    tensors = [*hf_tensors(config)]
+    tensors = [*hf_tensors(config, ())]
     with torch.no_grad():
         for each in tensors:
             peer.get_parameter(each.name).copy_(packed(each, model.get_parameter))

@@ -143,7 +143,7 @@ def test_removed_keys_at_their_defaults_stay_readable(tmp_path: Path) -> None:
         """
 optimizer: {beta2_decay: null, update_clip: null, stochastic_rounding: false}
 model: {layers: 1, hidden: 8, heads: 1, ffn_hidden: 8, vocab: 300}
-train: {steps: 1, global_batch_size: 1, seq_len: 8, gc_every: null, sample_top_p: 1.0}
+train: {steps: 1, global_batch_size: 1, seq_len: 8, gc_every: null}
 local_sgd: {transport: fp32, fragments: 1, overlap_steps: 0, mixing: null}
 """
     )

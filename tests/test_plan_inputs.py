@@ -150,7 +150,7 @@ BAD_INPUTS = [
         "model.heads = 7: must divide model.hidden = 100; try 1, 2, 5,",
     ),
     (f"--model uneven.json {ON}", "uneven.json: model.heads = 7: must divide model.hidden = 256"),
-    (f"--model mixtral.json {ON}", "mixtral.json: hidden_size = null: must be an integer"),
+    (f"--model mixtral.json {ON}", "mixtral.json: no key num_hidden_layers"),
     (
         f"--model layers.json {ON}",
         "layers.json: decoder_sparse_step = 2: must be 1, because experts must be in every layer",

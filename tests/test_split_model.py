@@ -23,6 +23,7 @@ _EXPERTS: dict[str, Any] = {"experts_implementation": "eager"}
 LAYERS_OF: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 3},
     "gemma": {"head_dim": 8},
+    "gptj": {"rotary_dim": 4},
     "gemma2": {**_TURNS, "final_logit_softcapping": 0.01},  # logits this small are capped visibly
     "gemma3_text": {
         **_TURNS,
@@ -57,7 +58,7 @@ def build(kind: str, **more: Any) -> nn.Module:
         "pad_token_id": 0,
         **more,
     }
-    if kind == "gpt2":
+    if kind.startswith("gpt") and kind != "gpt_neox":
         sizes |= {"n_embd": 16, "n_layer": BLOCKS, "n_head": 2, "n_positions": 16}
     else:
         sizes |= {

@@ -17,6 +17,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.stage import (
+    OWN_NAMES,
     block_ranges,
     check_nothing_lost,
     cut,
@@ -48,12 +49,12 @@ def test_every_layer_is_on_one_stage(stages: int, more: int) -> None:
 def test_stages_hold_the_whole_model_under_its_own_names() -> None:
     names = {name for name, _ in Llama(MODEL, device="meta").named_parameters()}
     ranges = block_ranges([1, 3, 1])
-    check_nothing_lost(names, ranges)
+    check_nothing_lost(names, ranges, OWN_NAMES)
     cut_names = [
         {n for n, _ in cut(Llama(MODEL, device="meta"), blocks).named_parameters()}
         for blocks in ranges
     ]
-    assert cut_names == [names_of(blocks, names) for blocks in ranges]
+    assert cut_names == [names_of(blocks, names, OWN_NAMES) for blocks in ranges]
     assert set().union(*cut_names) == names
     assert sum(map(len, cut_names)) == len(names)
     assert "layers.4.mlp.down.weight" in cut_names[2]
@@ -62,7 +63,7 @@ def test_stages_hold_the_whole_model_under_its_own_names() -> None:
 
 def test_a_parameter_that_no_stage_would_take_is_refused() -> None:
     with pytest.raises(ValueError, match="position.weight"):
-        check_nothing_lost({"embed.weight", "position.weight"}, block_ranges([1]))
+        check_nothing_lost({"embed.weight", "position.weight"}, block_ranges([1]), OWN_NAMES)
 
 
 @given(

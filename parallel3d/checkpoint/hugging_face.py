@@ -8,7 +8,7 @@ stores matrices as [in, out].
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from parallel3d.config.hugging_face import family_of
@@ -109,14 +109,18 @@ NAMES = {
 }
 
 
-def hf_tensors(model: ModelConfig) -> Iterator[HfTensor]:
+def hf_tensors(model: ModelConfig, names: Iterable[str]) -> Iterator[HfTensor]:
     """Yields the tensors that a model has in Hugging Face format, from the embedding to the head.
 
-    A tied head is omitted, as in files that Transformers writes.
+    A tied head is omitted, as in files that Transformers writes. `names` are those
+    of the model's parameters, which a model with `architecture: transformers` keeps.
 
     Raises:
         ConfigError: No Hugging Face family can represent this model.
     """
+    if model.architecture == "transformers":
+        yield from (HfTensor(name, (name,)) for name in names)
+        return
     table = NAMES[family_of(model)]
     yield from table.first
     for index in range(model.layers):

@@ -45,7 +45,7 @@ def load_pretrained(
 
     def read() -> None:
         places: dict[str, tuple[HfTensor, int]] = {}
-        for each in hf_tensors(model):
+        for each in hf_tensors(model, shapes):
             places |= {name: (each, at) for at, name in enumerate(each.parameters)}
         try:
             stored = _open(folder, model)
@@ -66,10 +66,10 @@ def refuse_another_model(
 
     The error has a line for each difference. `shapes` are those of the model's parameters.
     """
-    here = {each.name: each.shape(shapes[each.parameters[0]]) for each in hf_tensors(model)}
+    tensors = hf_tensors(model, shapes)
+    here = {each.name: each.shape(shapes[each.parameters[0]]) for each in tensors}
     stored = _open(folder, model)
-    if model.tied_embeddings:
-        # Some files contain the tied head, although Transformers ignores it.
+    if HEAD not in here:  # Some files contain the tied head. transformers ties it, too.
         stored.pop(HEAD, None)
     lines = differences({name: each.get_shape() for name, each in stored.items()}, here)
     for name, each in stored.items():
@@ -85,7 +85,9 @@ def _open(folder: Path, model: ModelConfig) -> dict[str, Any]:
     Names of a model that was saved without its head lack the prefix `base`.
     """
     stored = open_safetensors(folder)
-    base = NAMES[family_of(model)].base
+    base = ""
+    if model.architecture != "transformers":
+        base = NAMES[family_of(model)].base
     has_base = any(name.startswith(base) for name in stored)
     found = {}
     for name, each in stored.items():

@@ -23,7 +23,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from parallel3d.checkpoint.manifest import MANIFEST_FILE, read_manifest
-from parallel3d.config.hugging_face import from_hugging_face, left_out, read_config_json
+from parallel3d.config.hugging_face import (
+    config_of,
+    from_hugging_face,
+    left_out,
+    read_config_json,
+)
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import (
@@ -41,6 +46,8 @@ _SAME = [
     *["architecture", "layers", "hidden", "heads", "key_value_heads", "head_size", "ffn_hidden"],
     *["vocab", "max_positions", "qkv_bias", "qk_norm", "tied_embeddings"],
 ]
+# Keys of a config.json that do not change the computation.
+_UNRELATED = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 _MAY_DIFFER = ["norm_eps", "rope_theta", "rope_scaling", "window"]
 # Names of the recipe keys behind two of these properties.
 _KEYS = {"key_value_heads": "kv_heads", "head_size": "head_dim"}
@@ -132,6 +139,14 @@ def check_start(start: Path, model: ModelConfig) -> list[str]:
     if not path.is_file():
         return [f"{start}: has no config.json; only names and shapes of the weights are compared"]
     config = read_config_json(path)
+    if model.architecture == "transformers":
+        own = config_of(model)
+        differing = [key for key in config if key in own and config[key] != own[key]]
+        return [
+            f"{path}: {key} = {shown(config[key])}, but this run has {shown(own[key])}"
+            for key in differing
+            if key not in _UNRELATED
+        ]
     theirs = from_hugging_face(config, path)
     errors = [*left_out(config, path)]
     notes = list[str]()

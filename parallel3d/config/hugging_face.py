@@ -46,7 +46,7 @@ _DEFAULTS = {
     "rope_theta": 10_000.0,
 }
 # Class of a Hugging Face model, keyed by `model_type`.
-_CLASSES = {
+CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -57,6 +57,17 @@ _LONGEST = "max_position_embeddings"
 _ORIGINAL = f"original_{_LONGEST}"
 # Keys that hold the number of experts in configs of Mixtral, Qwen and DeepSeek.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+# Names that families give to the sizes of a model. A missing optional size is None.
+_SIZES = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocab": ("vocab_size",),
+    "kv_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "ffn_hidden": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
+}
+_OPTIONAL = ("kv_heads", "head_dim", "ffn_hidden")
 # Values of keys that the models here implement. Other values would change the computation.
 _FIXED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
@@ -86,6 +97,51 @@ def read_config_json(path: Path) -> dict[str, Any]:
     return config
 
 
+def config_path(model: ModelConfig) -> Path:
+    """Returns the path of the config.json that `model.config` names, as a file or a folder."""
+    path = Path(model.config or "")
+    return path / "config.json" if path.is_dir() else path
+
+
+def config_of(model: ModelConfig) -> dict[str, Any]:
+    """Returns the keys of `model.config`, replaced by those in `model.options`.
+
+    Raises ConfigError if the file cannot be read."""
+    return {**read_config_json(config_path(model)), **model.options}
+
+
+def sizes_of(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the sizes of the `model` section for the config.json at `path`.
+
+    Raises ConfigError if a size is missing."""
+    sizes: dict[str, Any] = {}
+    for ours, names in _SIZES.items():
+        given = [name for name in names if config.get(name) is not None]
+        if given:
+            sizes[ours] = whole_number(config, given[0], path)
+        elif ours not in _OPTIONAL:
+            raise ConfigError(
+                f"{path}: no key {' or '.join(names)}; write all keys of the model into the file, "
+                "as save_pretrained() of its config does"
+            )
+    sizes.setdefault("ffn_hidden", 4 * sizes["hidden"])
+    return sizes
+
+
+def with_sizes(model: ModelConfig, **sizes: Any) -> ModelConfig:
+    """Returns a Hugging Face model with other sizes, which `model.options` puts into its config.
+
+    Lists with an entry for each layer are cut."""
+    config = config_of(model)
+    options = dict(model.options)
+    for ours, size in sizes.items():
+        options |= {name: size for name in _SIZES[ours] if config.get(name) is not None}
+    for key, value in config.items():
+        if isinstance(value, list) and len(value) == model.layers:
+            options[key] = value[: sizes["layers"]]
+    return replace(model, options=options, **sizes)
+
+
 def from_hugging_face(
     config: Mapping[str, Any], path: Path, *, others: Iterable[str] = ()
 ) -> ModelConfig:
@@ -95,8 +151,8 @@ def from_hugging_face(
     are further families that the caller supports, for the error message."""
     kind = str(config.get("model_type", "(not given)"))
     experts = [f" with {key} = {shown(config[key])}" for key in _EXPERTS if config.get(key)]
-    if kind not in _CLASSES or experts:
-        known = ", ".join((*_CLASSES, *others))
+    if kind not in CLASSES or experts:
+        known = ", ".join((*CLASSES, *others))
         raise ConfigError(
             f"{path}: model_type = {kind}{''.join(experts)}: must be one of {known}, without "
             "experts"
@@ -200,7 +256,7 @@ def to_hugging_face(
     family = family_of(model)
     keys = _GPT2 if family == "gpt2" else _LLAMA
     config: dict[str, Any] = {
-        "architectures": [_CLASSES[family]],
+        "architectures": [CLASSES[family]],
         "model_type": family,
         **{theirs: getattr(model, ours) for ours, theirs in keys.items()},
         "bos_token_id": None,

@@ -13,6 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from parallel3d.config.hugging_face import read_config_json, sizes_of
 from parallel3d.config.import_class import BESIDE_RECIPES
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import check_rules, refuse
@@ -38,7 +39,6 @@ _REMOVED = {
     "train.early_stop_patience": None,
     "train.early_stop_min_delta": 0.0,
     "train.early_stop_set": None,
-    "train.sample_top_p": 1.0,
     "local_sgd.transport": "fp32",
     "local_sgd.fragments": 1,
     "local_sgd.overlap_steps": 0,
@@ -90,12 +90,32 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     unreadable = [each for each in settings if re.search(_UNREADABLE, str(each.value))]
     rule = "must be UTF-8 text without ${variables}; write the value itself"
     refuse([f"{setting}: {rule}" for setting in unreadable])
-    recipe, errors = read(Recipe, _merge(settings), settings)
+    tree = _merge(settings)
+    model = tree["model"]
+    if model.get("architecture") == "transformers" and isinstance(model.get("config"), str):
+        _add_sizes(model)
+    recipe, errors = read(Recipe, tree, settings)
     refuse(errors)
     check_rules(recipe)
     if recipe.model.is_custom or recipe.train.callbacks:
         BESIDE_RECIPES[:] = dict.fromkeys([str(path.parent.resolve()), *BESIDE_RECIPES])
     return recipe
+
+
+def _add_sizes(model: dict[str, Any]) -> None:
+    """Adds the sizes of the config.json to the `model` section. Raises ConfigError if they differ
+    from sizes in the recipe."""
+    path = Path(model["config"])
+    path = path / "config.json" if path.is_dir() else path
+    config = {**read_config_json(path), **(model.get("options") or {})}
+    for key, size in sizes_of(config, path).items():
+        given = model.setdefault(key, size)
+        if given not in (size, None):
+            raise ConfigError(
+                f"model.{key} = {shown(given)}: {path} has {size}; remove model.{key}, or replace "
+                "the key of the file by model.options"
+            )
+        model[key] = size
 
 
 def read_options(owner: type[Any], options: Mapping[str, Any]) -> object:

@@ -40,6 +40,7 @@ NonNegative = Annotated[float, in_range(ge=0)]
 Fraction = Annotated[float, in_range(ge=0, lt=1)]
 Ratio = Annotated[float, in_range(ge=1)]
 AboveOne = Annotated[float, in_range(gt=1)]
+PositiveShare = Annotated[float, in_range(gt=0, le=1)]
 PositiveFraction = Annotated[float, in_range(gt=0, lt=1)]
 Seconds = Annotated[float, in_range(gt=0, le=10000000)]
 
@@ -71,6 +72,43 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TpRule:
+    """How tensor parallelism splits the modules of a model that is not built from parallel3d's
+    layers. See `parallel3d.Column` and the other styles."""
+
+    # Pattern of module names. `*` matches one part of a name, `**` any number of parts.
+    modules: Text
+    # Style of the modules (docs/how-to/library.md#write-rules-for-another-model).
+    style: Literal["column", "row", "vocab", "replicate", "enter", "divide", "experts"]
+    unit: Text | None = None  # column: attribute with the number of features that stay together.
+    # column: attribute with the number of pieces that hold q, k and v of one head.
+    heads: Text | None = None
+    # column: attribute with the number of query heads per key-value head.
+    shared: Text | None = None
+    # column: number of matrices packed in the weight, or the size of each in units.
+    parts: int | tuple[int | str, ...] = 1
+    gather_output: bool = False  # column: give the full output to all ranks.
+    # replicate: sum the gradients over tp, because the module works on split activations.
+    partial_gradient: bool = False
+    argument: Text | None = None  # enter: name of the input, if it is passed by keyword.
+    attributes: tuple[str, ...] = ()  # divide: attributes that hold counts to divide by tp.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageNames:
+    """Names of the modules by which a model is split into pipeline stages. See
+    `parallel3d.SplitSpec`."""
+
+    blocks: Text  # Name of the list of blocks.
+    first: tuple[str, ...]  # Modules before the blocks, such as the embedding.
+    last: tuple[str, ...]  # Modules after the blocks, in order, such as the last norm and the head.
+    added: tuple[str, ...] = ()  # Modules whose output is added to an embedding.
+    # Keyword through which forward() takes hidden states. None: in place of the token IDs.
+    hidden: Text | None = None
+    tuples: bool = False  # True if a block returns a tuple that starts with the hidden states.
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """Architecture and size of the transformer. Give `name`, or the sizes, or both: a size in the
     recipe replaces the size in the shape card.
@@ -83,10 +121,18 @@ class ModelConfig:
 
     # Name of a shape card in `models/`, such as llama3-8b. None: the recipe gives all sizes.
     name: str | None = None
-    # Model class: llama, gpt, or module:Class for your own class (docs/how-to/custom-model.md).
+    # Model class: llama, gpt, transformers for a Hugging Face model (docs/how-to/hugging-face.md),
+    # or module:Class for your own class (docs/how-to/custom-model.md).
     architecture: str = "llama"
-    # Options that a class of your own reads, by name.
+    # transformers: path of a config.json, or of a folder that has one. It gives all sizes.
+    config: Text | None = None
+    # Options that a class of your own reads, by name. transformers: keys of the config.json to
+    # replace.
     options: dict[str, Any] = field(default_factory=dict, hash=False)
+    # transformers and your own class: how tp splits the modules. Empty: the rules of the family.
+    tp_rules: tuple[TpRule, ...] = ()
+    # transformers and your own class: how pp splits the model. None: the names of the family.
+    stages: StageNames | None = None
     layers: Annotated[int, in_range(ge=1, le=1024)]  # Number of transformer blocks.
     hidden: Size  # Size of the hidden states.
     heads: Size  # Number of query heads.
@@ -120,8 +166,8 @@ class ModelConfig:
 
     @property
     def is_custom(self) -> bool:
-        """True if `architecture` is module:Class, a class outside this project."""
-        return ":" in self.architecture
+        """True if `architecture` names a class outside this project."""
+        return ":" in self.architecture or self.architecture == "transformers"
 
     @property
     def key_value_heads(self) -> int:
@@ -345,8 +391,12 @@ class TrainConfig:
     sample_tokens: Index = 0
     # Prompt of the text that is generated after the last step.
     sample_prompt: Text = "def "
-    # Top-k sampling: the next token is one of the k most likely ones. 1: greedy.
+    # Top-k sampling: the next token is one of the k most likely ones. 1: greedy, or as the
+    # generation_config.json next to model.config says.
     sample_top_k: Count = 1
+    # Nucleus sampling: the next token is one of the likeliest, whose probabilities sum to this. 1:
+    # all of the top k.
+    sample_top_p: PositiveShare = 1.0
     # Sampling temperature. Logits are divided by it.
     sample_temperature: Positive = 1.0
     # Seed for drawing tokens. None: train.seed.
@@ -706,6 +756,7 @@ class Recipe:
 # that it may have. If the value of the key is a number or null, any value other than its default
 # will do, and the value here is an example for error messages.
 READ_IF = {
+    "model.architecture transformers": "model.config",
     "model.architecture llama": (
         "model.rope_theta model.qkv_bias model.qk_norm model.window model.rope_scaling"
     ),
@@ -725,7 +776,7 @@ READ_IF = {
     "train.on_nonfinite skip": "train.nonfinite_in_a_row",
     "train.on_spike rollback": "train.spike_steps",
     "train.on_spike skip rollback": "train.spikes_in_a_row",
-    "train.sample_top_k 40": "train.sample_temperature train.sample_seed",
+    "train.sample_top_k 40": "train.sample_temperature train.sample_seed train.sample_top_p",
     "train.eval_every 100": "data.evaluation checkpoint.keep_best",
     "optimizer.schedule wsd": "optimizer.decay_start optimizer.decay_shape",
     "checkpoint.every 100": "checkpoint.export",

@@ -76,9 +76,17 @@ def model_errors(recipe: Recipe) -> Iterator[str]:
             f"{multiple_from(model.vocab, tp)}"
         )
     if model.architecture not in ("llama", "gpt") and not model.is_custom:
-        yield "<model.architecture>: must be llama, gpt or module:Class; try my_model:MyModel"
-    elif model.options and not model.is_custom:
-        yield "<model.options>: only for a class of your own, my_model:MyModel; try to remove them"
+        yield (
+            "<model.architecture>: must be llama, gpt, transformers or module:Class; try "
+            "my_model:MyModel"
+        )
+        return
+    for key in ("options", "tp_rules", "stages"):
+        if getattr(model, key) and not model.is_custom:
+            yield (
+                f"<model.{key}>: only for a class of your own, my_model:MyModel, or for "
+                f"architecture = transformers; try to remove {key}"
+            )
     if model.architecture == "gpt" and (model.max_positions or 0) < seq_len:
         yield f"<model.max_positions>: must be at least <train.seq_len>; try {seq_len}"
 

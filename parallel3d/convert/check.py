@@ -44,7 +44,7 @@ _GRADIENT_CAUSES = (
     "Replicate(partial_gradient=True), or Enter() on a module in which other layers than "
     "column-parallel ones read its input"
 )
-_AFTERWARDS = "The module is already split: build it again. check=False skips this check"
+AFTERWARDS = "The module is already split: build it again. check=False skips this check"
 
 
 @dataclass
@@ -86,7 +86,7 @@ def checked(module: nn.Module, tp: DeviceMesh, example: Example | None) -> Itera
             split = _run(module, axis, example, whole)
         except Exception as error:
             words = f"the split module failed: {error}; usual causes: {_OUTPUT_CAUSES}"
-            raise ValueError(f"{words}. {_AFTERWARDS}") from error
+            raise ValueError(f"{words}. {AFTERWARDS}") from error
         _compare("output", _OUTPUT_CAUSES, whole.outputs, split.outputs, axis, floor=0.0)
         _compare("gradient", _GRADIENT_CAUSES, whole.gradients, split.gradients, axis, floor=_FLOOR)
 
@@ -146,7 +146,7 @@ def _compare(
         if difference > _TOLERANCE:
             raise ValueError(
                 f"{name or 'the module'}: its {what} differs from that of the unsplit module, by "
-                f"{difference:.1e} of its norm; usual causes: {causes}. {_AFTERWARDS}"
+                f"{difference:.1e} of its norm; usual causes: {causes}. {AFTERWARDS}"
             )
 
 

@@ -53,6 +53,21 @@ _LLAMA: _Table = {
     **HEADS,
 }
 _NORMED: _Table = {**_LLAMA, **_HEAD_NORMS}
+_STARCODER2: _Table = {
+    **_LLAMA,
+    "**.layers.*.mlp": Enter(),
+    "**.layers.*.mlp.c_fc": Column(),
+    "**.layers.*.mlp.c_proj": Row(),
+}
+_PHI: _Table = {
+    **_LLAMA,
+    "**.layers.*.self_attn.dense": Row(),
+    "**.layers.*.mlp": Enter(),
+    "**.layers.*.mlp.fc1": Column(),
+    "**.layers.*.mlp.fc2": Row(),
+}
+# The norms of OLMo 2 span all heads, so its attention is not split.
+_OLMO2: _Table = {**_LLAMA, **dict.fromkeys(_ATTENTION, "replicate")}
 _MIXTURE: _Table = {
     **_LLAMA,
     "**.layers.*.mlp": Replicate(),
@@ -73,6 +88,29 @@ _PHI3: _Table = {
     "**.mlp.down_proj": Row(),
     **HEADS,
 }
+_STABLELM: _Table = {
+    **_LLAMA,
+    "**.layers.*.self_attn": Divide(
+        ("num_heads", "num_key_value_heads"), shared=("num_key_value_heads",)
+    ),
+}
+_GPTJ: _Table = {
+    "**.wte": Vocab(),
+    "**.attn.q_proj": _WHOLE_HEADS,
+    "**.attn.k_proj": _WHOLE_HEADS,
+    "**.attn.v_proj": _WHOLE_HEADS,
+    "**.attn.out_proj": Row(),
+    "**.mlp.fc_in": Column(),
+    "**.mlp.fc_out": Row(),
+    **HEADS,
+}
+_GLM: _Table = {
+    "**.embed_tokens": Vocab(),
+    **_ATTENTION,
+    "**.mlp.gate_up_proj": Column(parts=2),
+    "**.mlp.down_proj": Row(),
+    **HEADS,
+}
 _GPT2: _Table = {
     "**.wte": Vocab(),
     "**.wpe": "replicate",
@@ -82,6 +120,13 @@ _GPT2: _Table = {
     "**.h.*.mlp.c_fc": Column(),
     "**.h.*.mlp.c_proj": Row(),
     **HEADS,
+}
+_GPT_BIGCODE: _Table = {
+    **_GPT2,
+    "**.h.*.attn": Divide(("embed_dim",)),
+    "**.h.*.attn.c_attn": Column(
+        unit="head_dim", parts=("num_heads", 1, 1), shared="num_key_value_groups"
+    ),
 }
 _DENSE_MLP: _Table = {"**.mlp.dense_h_to_4h": Column(), "**.mlp.dense_4h_to_h": Row()}
 _GPT_NEOX: _Table = {
@@ -113,7 +158,17 @@ _FALCON_REST: _Table = {
 }
 FAMILIES: Mapping[str, Rules] = {  # Keyed by the model_type of the config.
     **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "gemma2"), _LLAMA),
-    **dict.fromkeys(("qwen3", "gemma3_text"), _NORMED),
+    **dict.fromkeys(("olmo", "cohere", "cohere2", "granite", "smollm3", "ernie4_5"), _LLAMA),
+    "arcee": _LLAMA,
+    "nemotron": _LLAMA,
+    "stablelm": _STABLELM,
+    "gptj": _GPTJ,
+    "gpt_bigcode": _GPT_BIGCODE,
+    **dict.fromkeys(("qwen3", "gemma3_text", "exaone4"), _NORMED),
+    **dict.fromkeys(("olmo2", "olmo3"), _OLMO2),
+    "starcoder2": _STARCODER2,
+    "phi": _PHI,
+    **dict.fromkeys(("glm", "glm4"), _GLM),
     "mixtral": _MIXTURE,
     "qwen3_moe": {**_MIXTURE, **_HEAD_NORMS},
     "phi3": _PHI3,
@@ -143,6 +198,8 @@ _LLAMA_SEQUENCE: _Table = {
 SEQUENCE_FAMILIES: Mapping[str, Rules] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), _LLAMA_SEQUENCE),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), _LLAMA_SEQUENCE),
+    **dict.fromkeys(("cohere", "cohere2", "granite", "smollm3"), _LLAMA_SEQUENCE),
+    **dict.fromkeys(("ernie4_5", "nemotron", "exaone4", "starcoder2"), _LLAMA_SEQUENCE),
     "phi3": {"**.layers.0": Scatter(), **dict.fromkeys((*_IN_BLOCK[:2], "**.norm"), _GATHERED)},
     "gpt2": {"**.h.0": Scatter(), **dict.fromkeys(("**.ln_1", "**.ln_2", "**.ln_f"), _GATHERED)},
     "gpt_neox": {
@@ -152,13 +209,16 @@ SEQUENCE_FAMILIES: Mapping[str, Rules] = {
 }
 
 
-def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
+def rules_of(
+    module: nn.Module, *, sequence_parallel: bool = False, family: str | None = None
+) -> Rules:
     """Returns the tensor-parallel rules for a Hugging Face model.
 
     Args:
         module: Model with a `config.model_type`.
         sequence_parallel: If True, activations between the halves of the blocks are split along the
             sequence. tp must divide the sequence length.
+        family: Family whose rules to use. Default: `config.model_type`.
 
     Returns:
         The rules of the family that match a module of the model.
@@ -173,7 +233,7 @@ def rules_of(module: nn.Module, *, sequence_parallel: bool = False) -> Rules:
         >>> model(ids).logits.shape  # [batch, seq, vocab / tp]
     """
     config = getattr(module, "config", None)
-    family = getattr(config, "model_type", "")
+    family = str(family or getattr(config, "model_type", ""))
     tables = SEQUENCE_FAMILIES if sequence_parallel else FAMILIES
     if family not in tables:
         raise ValueError(

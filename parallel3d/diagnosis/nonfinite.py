@@ -20,7 +20,6 @@ from torch.distributed import DeviceMesh
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.launch.failure import any_ranks
 from parallel3d.mesh import data_ranks
-from parallel3d.pipeline.stage import FIRST_PARTS
 from parallel3d.sharding.optimizer_parts import LocalParameter
 
 _AFTER_ALL_BLOCKS = 2**40
@@ -89,8 +88,8 @@ def describe_nonfinite(
 
 
 def place_in_model(name: str) -> int:
-    """Returns a parameter's block index: -1 before the first block, 2**40 after the last."""
-    block = re.match(r"layers\.(\d+)\.", name)
+    """Returns the index of a parameter's block, or a number before or after all blocks."""
+    block = re.search(r"\.(\d+)\.", name)
     if block is not None:
         return int(block[1])
-    return -1 if name.split(".")[0] in FIRST_PARTS else _AFTER_ALL_BLOCKS
+    return -1 if re.search("embed|wte|wpe", name) else _AFTER_ALL_BLOCKS

@@ -398,9 +398,9 @@ def named_specs(module: nn.Module) -> Iterator[tuple[str, ParameterSpec]]:
     """
     for name, _ in module.named_parameters():
         path, _, attribute = name.rpartition(".")
-        part = module.get_submodule(path)
-        if isinstance(part, ParallelModule) and attribute in part.specs:
-            yield name, part.specs[attribute]
+        specs = getattr(module.get_submodule(path), "specs", None)
+        if isinstance(specs, dict) and attribute in specs:
+            yield name, specs[attribute]
 
 
 @torch.no_grad()
@@ -423,6 +423,8 @@ def initial_part(
             place = f"/{down.start}/{across.start}" if down.start or across.start else ""
             digest = hashlib.blake2b(f"{seed}/{name}{place}".encode(), digest_size=7).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+            if getattr(spec.init, "is_of_model", False):
+                generator.manual_seed(seed)
             tile = torch.empty(len(down), len(across))
             is_full = tile.numel() == height * width
             spec.init(tile.view(spec.shape) if is_full else tile, generator)

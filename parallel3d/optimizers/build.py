@@ -4,14 +4,17 @@ it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import chain
 
 import torch
+from torch import nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import OptimizerConfig, OptimizerName
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
+from parallel3d.layers.parameter import ParallelModule
 from parallel3d.layers.vocabulary import VocabParallelHead
 from parallel3d.optimizers.low_precision import LowPrecisionAdamW, LowPrecisionSGD
 from parallel3d.optimizers.muon import DTYPES, Muon
@@ -56,19 +59,27 @@ def build_optimizer(
     label: str = config.name
     if config.name == "sgd" and not config.momentum:
         label = "sgd without momentum"
-    by_name: dict[OptimizerName, Sequence[LocalParameter]] = {config.name: parameters}
+    by_name: dict[OptimizerName, list[LocalParameter]] = {config.name: [*parameters]}
     if config.name == "muon":
-        by_name["muon"] = [p for p in parameters if is_hidden_matrix(p)]
-        by_name["adamw"] = [p for p in parameters if not is_hidden_matrix(p)]
+        by_name = {"muon": [], "adamw": []}
+        for own in parameters:
+            is_matrix = is_hidden_matrix(own.name, own.module, len(own.spec.shape))
+            by_name["muon" if is_matrix else "adamw"].append(own)
     parts = [_optimizer(name, own, config, mesh) for name, own in by_name.items() if own]
     return LocalOptimizer(parts, label)
 
 
-def is_hidden_matrix(parameter: LocalParameter) -> bool:
-    """Returns True if Muon steps a parameter: the weight of a linear layer other than the head."""
-    is_linear = isinstance(parameter.module, ColumnParallelLinear | RowParallelLinear)
-    is_head = isinstance(parameter.module, VocabParallelHead)
-    return is_linear and not is_head and len(parameter.spec.shape) == 2
+def is_hidden_matrix(name: str, owner: nn.Module, ndim: int) -> bool:
+    """Returns True if Muon steps a parameter: the weight of a linear layer other than the head.
+
+    In a model that is not written with parallel3d's layers, these are all matrices in the blocks
+    except embeddings.
+    """
+    if isinstance(owner, ParallelModule):
+        is_linear = isinstance(owner, ColumnParallelLinear | RowParallelLinear)
+        return is_linear and not isinstance(owner, VocabParallelHead) and ndim == 2
+    is_in_block = re.search(r"\.\d+\.", name) is not None
+    return is_in_block and not isinstance(owner, nn.Embedding) and ndim == 2
 
 
 def _optimizer(

@@ -9,48 +9,18 @@ the tensor that its `forward` passes to the first module of `SplitSpec.last`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from parallel3d.pipeline.stage import names_by_stage
+from parallel3d.pipeline.stage import BlockRange, SplitSpec, cut, names_by_stage
 from parallel3d.torch_private import with_modules
 
 _TOLERANCE = 1e-4  # Largest allowed difference, relative to the largest output.
-
-
-@dataclass(frozen=True)
-class SplitSpec:
-    """Module names that tell `split_model` how to split a model into stages.
-
-    Args:
-        blocks: Name of the list of blocks.
-        first: Modules of the first stage. On later stages each returns its input.
-        last: Modules of the last stage, in the order of the forward pass. On earlier stages each
-            returns its input.
-        added: Modules of the first stage whose output is added to an embedding, such as learned
-            positions.
-        hidden: Keyword through which `forward` takes hidden states. None: they replace the token
-            ids.
-        settings: Keyword arguments of every call of `forward`.
-        tuples: True if a block returns a tuple that starts with the hidden states.
-
-    Example:
-        >>> rules = parallel3d.SplitSpec("blocks", first=("embed",), last=("norm", "head"))
-        >>> stages = parallel3d.split_model(model, [4, 8, 12], rules, example=ids)
-    """
-
-    blocks: str
-    first: tuple[str, ...]
-    last: tuple[str, ...]
-    added: tuple[str, ...] = ()
-    hidden: str | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    tuples: bool = False
 
 
 _HIDDEN: dict[str, Any] = {"hidden": "inputs_embeds", "settings": {"use_cache": False}}
@@ -61,6 +31,11 @@ GPT2 = SplitSpec(
     ("transformer.ln_f", "lm_head"),
     added=("transformer.wpe",),
     **_HIDDEN,
+)
+PHI = replace(
+    LLAMA,
+    first=("model.embed_tokens", "model.embed_dropout"),
+    last=("model.final_layernorm", "lm_head"),
 )
 GPT_NEOX = SplitSpec(
     "gpt_neox.layers",
@@ -86,7 +61,13 @@ FALCON = SplitSpec(
 FAMILIES: dict[str, SplitSpec] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), LLAMA),
     **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"), LLAMA),
-    "gpt2": GPT2,
+    **dict.fromkeys(("olmo", "olmo2", "cohere", "cohere2", "granite", "smollm3"), LLAMA),
+    **dict.fromkeys(("olmo3", "arcee"), LLAMA),
+    **dict.fromkeys(("ernie4_5", "stablelm", "nemotron", "exaone4", "starcoder2"), LLAMA),
+    **dict.fromkeys(("glm", "glm4"), LLAMA),
+    "phi": PHI,
+    **dict.fromkeys(("gpt2", "gpt_bigcode"), GPT2),
+    "gptj": replace(GPT2, added=()),
     "gpt_neox": GPT_NEOX,
     "opt": OPT,
     "falcon": FALCON,
@@ -157,7 +138,7 @@ def split_model(
         >>> mine = [stages[index] for index in schedule.stages_of(pp.get_local_rank())]
     """
     config = getattr(model, "config", None)
-    rules = _without_absent(model, rules or spec_of(model))
+    rules = without_absent(model, rules or spec_of(model))
     if boundaries and getattr(config, "output_router_logits", False):
         raise ValueError(
             "output_router_logits = True: its loss needs all blocks' routers, but a stage has "
@@ -186,6 +167,34 @@ def split_model(
 cut_model = split_model  # Former name, kept as an alias.
 
 
+def cut_stage(model: nn.Module, blocks: BlockRange) -> nn.Module:
+    """Returns one stage of a model that the trainer has built.
+
+    A model with the attribute `split_spec` keeps its own forward pass. Any other has the parts of a
+    `Decoder`, and loses those of other stages.
+    """
+    spec: SplitSpec | None = getattr(model, "split_spec", None)
+    if spec is None:
+        return cut(model, blocks)
+    own = [str(index) for index in range(blocks.first, blocks.end)]
+    return _stage(model, spec, own, blocks.is_first_stage, blocks.is_last_stage)
+
+
+def check_stages(model: nn.Module, spec: SplitSpec, example: Tensor) -> None:
+    """Raises ValueError unless two stages compute the model's output for token ids [batch, seq].
+
+    A model with one block is not checked.
+    """
+    spec = without_absent(model, spec)
+    names = [name for name, _ in model.get_submodule(spec.blocks).named_children()]
+    if len(names) > 1:
+        stages = [
+            _stage(model, spec, names[:1], True, False),
+            _stage(model, spec, names[1:], False, True),
+        ]
+        _check(model, stages, spec, example)
+
+
 def spec_of(model: nn.Module) -> SplitSpec:
     """Returns the rules of a model's family. Raises ValueError if the family is unknown."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
@@ -198,7 +207,7 @@ def spec_of(model: nn.Module) -> SplitSpec:
     return FAMILIES[kind]
 
 
-def _without_absent(model: nn.Module, rules: SplitSpec) -> SplitSpec:
+def without_absent(model: nn.Module, rules: SplitSpec) -> SplitSpec:
     """Returns the rules without modules that this model lacks, such as OPT's optional projections.
 
     A misspelled name is found later: its parameters belong to no stage (`_refuse_lost_or_shared`).
@@ -299,6 +308,11 @@ def _check(
         x = example
         for stage in stages:
             x = stage(x)
+    except RuntimeError as error:
+        raise ValueError(
+            f"the stages of {type(model).__name__} fail: {error}; check which modules are in "
+            "first, last and added"
+        ) from error
     finally:
         for part, was in training.items():
             part.training = was

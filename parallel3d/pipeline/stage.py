@@ -7,15 +7,53 @@ in the full model. `embed` comes before them, `norm` and `head` come after.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any
 
 from torch import Tensor, nn
 
 from parallel3d.errors import ConfigError
 
-FIRST_PARTS = ("embed",)
-LAST_PARTS = ("norm", "head")
+
+@dataclass(frozen=True)
+class SplitSpec:
+    """Module names that tell `split_model` how to split a model into stages.
+
+    Args:
+        blocks: Name of the list of blocks.
+        first: Modules of the first stage. On later stages each returns its input.
+        last: Modules of the last stage, in the order of the forward pass. On earlier stages each
+            returns its input.
+        added: Modules of the first stage whose output is added to an embedding, such as learned
+            positions.
+        hidden: Keyword through which `forward` takes hidden states. None: they replace the token
+            ids.
+        settings: Keyword arguments of every call of `forward`.
+        tuples: True if a block returns a tuple that starts with the hidden states.
+
+    Example:
+        >>> rules = parallel3d.SplitSpec("blocks", first=("embed",), last=("norm", "head"))
+        >>> stages = parallel3d.split_model(model, [4, 8, 12], rules, example=ids)
+    """
+
+    blocks: str
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    added: tuple[str, ...] = ()
+    hidden: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    tuples: bool = False
+
+
+# Names in models of parallel3d, and in classes of users with the same parts.
+OWN_NAMES = SplitSpec("layers", first=("embed",), last=("norm", "head"))
+
+
+def names_in(model: nn.Module) -> SplitSpec:
+    """Returns the names by which a model is split into stages."""
+    names: SplitSpec = getattr(model, "split_spec", OWN_NAMES)
+    return names
 
 
 @dataclass(frozen=True)
@@ -27,15 +65,10 @@ class BlockRange:
     is_first_stage: bool
     is_last_stage: bool
 
-    @property
-    def parts(self) -> set[str]:
-        """Names of the modules other than blocks that belong to this stage."""
-        parts: set[str] = set()
-        if self.is_first_stage:
-            parts.update(FIRST_PARTS)
-        if self.is_last_stage:
-            parts.update(LAST_PARTS)
-        return parts
+    def parts(self, spec: SplitSpec) -> list[str]:
+        """Returns the names of the modules other than blocks that belong to this stage."""
+        first = (*spec.first, *spec.added) if self.is_first_stage else ()
+        return [*first, *(spec.last if self.is_last_stage else ())]
 
 
 def block_ranges(sizes: Sequence[int]) -> list[BlockRange]:
@@ -57,26 +90,31 @@ def cut(model: nn.Module, blocks: BlockRange) -> nn.Module:
     for index in list(layers):
         if not blocks.first <= int(index) < blocks.end:
             del layers[index]
-    for name in {*FIRST_PARTS, *LAST_PARTS} - blocks.parts:
+    for name in {*OWN_NAMES.first, *OWN_NAMES.last}.difference(blocks.parts(OWN_NAMES)):
         setattr(model, name, None)
     return model
 
 
-def names_of(blocks: BlockRange, names: Iterable[str]) -> set[str]:
+def names_of(blocks: BlockRange, names: Iterable[str], spec: SplitSpec) -> set[str]:
     """Returns the parameter names that belong to a stage."""
-    prefixes = [f"{part}." for part in blocks.parts]
-    prefixes += [f"layers.{index}." for index in range(blocks.first, blocks.end)]
+    prefixes = [f"{part}." for part in blocks.parts(spec)]
+    prefixes += [f"{spec.blocks}.{index}." for index in range(blocks.first, blocks.end)]
     return {name for name in names if name.startswith(tuple(prefixes))}
 
 
-def check_nothing_lost(names: set[str], ranges: list[BlockRange]) -> None:
+def check_nothing_lost(names: set[str], ranges: list[BlockRange], spec: SplitSpec) -> None:
     """Raises ValueError if a parameter belongs to no stage."""
-    lost = names.difference(*(names_of(blocks, names) for blocks in ranges))
+    lost = names.difference(*(names_of(blocks, names, spec) for blocks in ranges))
     if lost:
-        raise ValueError(f"no stage holds the parameters {sorted(lost)[:4]}")
+        raise ValueError(
+            f"no stage holds the parameters {', '.join(sorted(lost)[:4])}; add their modules to "
+            "first, added or last"
+        )
 
 
-def shared_by_ends(aliases: Mapping[str, str], ranges: Sequence[BlockRange]) -> set[str]:
+def shared_by_ends(
+    aliases: Mapping[str, str], ranges: Sequence[BlockRange], spec: SplitSpec
+) -> set[str]:
     """Returns the canonical names of parameters that the first and the last stage share.
 
     `aliases` maps each further name of a tied parameter to its canonical one. Raises ConfigError if
@@ -85,7 +123,7 @@ def shared_by_ends(aliases: Mapping[str, str], ranges: Sequence[BlockRange]) -> 
     shared = set()
     for name, first in aliases.items():
         both = (first, name)
-        stages = [stage for stage, blocks in enumerate(ranges) if names_of(blocks, both)]
+        stages = [stage for stage, blocks in enumerate(ranges) if names_of(blocks, both, spec)]
         if stages == [0, len(ranges) - 1]:
             shared.add(first)
         elif len(stages) > 1:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from parallel3d.config.recipe import TrainConfig
+from parallel3d.config.hugging_face import config_path, read_config_json
+from parallel3d.config.recipe import ModelConfig, TrainConfig
 from parallel3d.data.loader import documents_ended_by
 from parallel3d.data.tokenizers import Tokenizer
 from parallel3d.layers.collectives import all_reduce, gather
@@ -23,6 +26,7 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
     Returns:
         The full prompt and the generated text.
     """
+    train = sampling(trainer.recipe.model, train)
     seq_len = train.seq_len
     tp = trainer.axes[Role.SPLIT_TENSORS]
     pp = trainer.axes[Role.SPLIT_LAYERS]
@@ -52,8 +56,27 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
 
 
 def draw(logits: Tensor, train: TrainConfig, generator: torch.Generator) -> int:
-    """Samples a token id from logits [vocab] with the top-k and temperature of `train`."""
+    """Samples a token id from logits [vocab] with top-k, top-p and temperature of `train`."""
     likely, candidates = logits.topk(min(train.sample_top_k, logits.numel()))
     probabilities = (likely / train.sample_temperature).softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities  # of more likely tokens
+    probabilities = probabilities.masked_fill(before >= train.sample_top_p, 0.0)
     drawn = torch.multinomial(probabilities, 1, generator=generator)
     return int(candidates[drawn])
+
+
+def sampling(model: ModelConfig, train: TrainConfig) -> TrainConfig:
+    """Returns `train` with the sampling of the generation_config.json that lies next to
+    `model.config`, unless the recipe samples in its own way."""
+    path = config_path(model).with_name("generation_config.json")
+    if model.config is None or train.sample_top_k > 1 or not path.is_file():
+        return train
+    own = read_config_json(path)
+    if not own.get("do_sample"):
+        return train
+    return replace(
+        train,
+        sample_top_k=own.get("top_k") or 50,
+        sample_top_p=own.get("top_p") or 1.0,
+        sample_temperature=own.get("temperature") or 1.0,
+    )

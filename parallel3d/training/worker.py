@@ -179,6 +179,8 @@ def build_trainer(
     refuse(attention_errors(recipe, device_of(device)))
     mesh = build_mesh(recipe.parallel, device.type)
     limit_waits(recipe.train.start_timeout_s)
+    if hasattr(model_class, "compare"):
+        model_class.compare(recipe, mesh)
     trainer = Trainer(
         recipe,
         mesh=mesh,

@@ -304,7 +304,7 @@ class Trained:
 def train_case(recipe: Recipe) -> Trained:
     """Trains the case on this rank."""
     validate(recipe)
-    check_model(recipe.model)
+    check_model(recipe)
     trainer = make_trainer(recipe)
     loader = batches(recipe, dist.get_rank())
     results = [trainer.train_step(loader.batch(step)) for step in range(STEPS)]

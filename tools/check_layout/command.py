@@ -95,7 +95,7 @@ def _check_recipe(options: argparse.Namespace) -> LayoutComparison:
     recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
     recipe = shrink(recipe, layers=options.layers, hidden=options.hidden, steps=options.steps)
     _check_ranks(recipe.parallel)
-    check_model(recipe.model)
+    check_model(recipe)
     # These import torch, which --help and errors in keys do not need.
     from parallel3d.tools.check_layout.compare import compare
     from parallel3d.tools.check_layout.plain import record_plain

@@ -86,7 +86,7 @@ def assert_conforms(
     if not isinstance(recipe, Recipe):
         recipe = load_recipe(find_recipe(str(recipe)), cards=shape_cards())
     alone = _small(recipe)
-    check_model(alone.model)
+    check_model(alone)
     reference = run(record_plain, alone, WHOLE_STEPS, world_size=1)
     report: list[str] = []
     is_wrong = False

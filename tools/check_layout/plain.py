@@ -22,8 +22,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from parallel3d.config.recipe import OptimizerConfig, ParallelConfig, Recipe
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.layers.parameter import initialize
-from parallel3d.layers.vocabulary import VocabParallelHead
 from parallel3d.models import model_class
+from parallel3d.optimizers.build import is_hidden_matrix
 from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.record import (
     TrainedStep,
@@ -57,10 +57,10 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
     record = start_record(parallel, parameters, train.seed)
     record.parameter_count = sum(parameter.numel() for parameter in model.parameters())
     matrices = []
-    for part in model.modules():
-        is_head = isinstance(part, VocabParallelHead)
-        if isinstance(part, nn.Linear) and not is_head:
-            matrices.append(part.get_parameter("weight"))
+    for name, parameter in parameters:
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if is_hidden_matrix(name, owner, parameter.ndim):
+            matrices.append(parameter)
     optimizers = plain_optimizers(model, config, matrices)
 
     def rate(step: int) -> float:
@@ -75,7 +75,8 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
             keywords["documents"] = batch.documents[0]
         if sizes.dropout or sizes.attention_dropout:
             keywords["key"] = dropout_key(train.seed, step, batch.samples)[0]
-        logits = model(batch.inputs[0], **keywords).double().flatten(0, -2)
+        output = model(batch.inputs[0], **keywords)
+        logits = getattr(output, "logits", output).double().flatten(0, -2)
         labels = batch.labels.flatten()
         loss = F.cross_entropy(logits, labels)
         log_sums = logits.logsumexp(-1)[labels != -100]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from parallel3d.config.recipe import ParallelConfig, Recipe
+from parallel3d.convert.parallel_modules import PackedColumnParallel
 from parallel3d.data.loader import BatchLoader
 from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.layers import linear, loss
@@ -147,7 +148,8 @@ def record_steps(
     for model in models:
         for name, module in model.named_modules():
             has_parameters = any(True for _ in module.parameters())
-            if name and has_parameters:
+            # Packed matrices: a rank's output is no range of the features.
+            if name and has_parameters and not isinstance(module, PackedColumnParallel):
                 hook = partial(keep, plain_name(name))
                 hooks.append(module.register_forward_hook(hook))
     for step in range(steps):

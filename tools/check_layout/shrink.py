@@ -5,7 +5,9 @@ stay divisible as the layout requires.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
+from parallel3d.config.hugging_face import with_sizes
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig, Recipe
 from parallel3d.config.rules import validate
 
@@ -73,7 +75,10 @@ def shrink(
 def _shrink_model(model: ModelConfig, layers: int, hidden: int, shards: int) -> ModelConfig:
     """Returns a smaller model whose layers can have `shards` shards. Key-value heads serve at most
     two query heads each, or as many as before if `shards` would not divide the query heads.
+    A class that is split by rules keeps its sizes.
     """
+    if model.stages is not None and model.config is None:
+        return model  # The sizes of a user's class are unknown.
     group = min(model.heads // model.key_value_heads, 2)
     kv_heads = min(model.key_value_heads, max(shards, 2))
     if kv_heads * group % shards:
@@ -81,17 +86,21 @@ def _shrink_model(model: ModelConfig, layers: int, hidden: int, shards: int) -> 
     heads = kv_heads * group
     hidden = _up(hidden, 2 * heads)  # Rotary positions need an even head_dim.
     ratio = model.query_hidden / model.hidden
-    return replace(
-        model,
-        name=None,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=None if model.kv_heads is None else kv_heads,
-        head_dim=None if model.head_dim is None else max(2, 2 * round(ratio * hidden / heads / 2)),
-        ffn_hidden=_up(hidden * model.ffn_hidden // model.hidden, shards),
-        vocab=min(model.vocab, _up(VOCAB, shards) + model.vocab % shards),
-    )
+    head_dim = None
+    if model.head_dim is not None:
+        head_dim = max(2, 2 * round(ratio * hidden / heads / 2))
+    sizes: dict[str, Any] = {
+        "layers": layers,
+        "hidden": hidden,
+        "heads": heads,
+        "kv_heads": None if model.kv_heads is None else kv_heads,
+        "head_dim": head_dim,
+        "ffn_hidden": _up(hidden * model.ffn_hidden // model.hidden, shards),
+        "vocab": min(model.vocab, _up(VOCAB, shards) + model.vocab % shards),
+    }
+    if model.config is not None:
+        return with_sizes(model, **sizes)
+    return replace(model, name=None, **sizes)
 
 
 def _up(number: int, factor: int) -> int:

@@ -77,7 +77,7 @@ def _workers_per_node(recipe: Recipe, asked: int | None) -> int:
 def _notes(recipe: Recipe, per_node: int, kind: str) -> list[str]:
     notes = []
     classes = list(recipe.train.callbacks)
-    if recipe.model.is_custom:
+    if ":" in recipe.model.architecture:
         classes.append(recipe.model.architecture)
     if kind == "k8s" and classes:
         notes.append(

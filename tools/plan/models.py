@@ -16,6 +16,7 @@ from parallel3d.config.hugging_face import (
     from_hugging_face,
     left_out,
     read_config_json,
+    sizes_of,
     windowed_layers,
 )
 from parallel3d.config.load import load_recipe
@@ -144,18 +145,20 @@ def _of_config_json(path: Path, text: str) -> Model:
     if foreign is not None:
         part = text_part(said)
         notes = (*hf_config_notes(said), *window_notes(part))
-        return Model(
-            shape=foreign, said=text, longest=part.get("max_position_embeddings"), notes=notes
-        )
-    # Phi-3 is a Llama with fused QKV and gate/up projections.
-    plain = {**said, "model_type": "llama"} if said.get("model_type") == "phi3" else said
-    config = from_hugging_face(plain, path, others=("phi3", *PLANNED_FAMILIES))
+        config = None
+        if part is said and foreign.latent is None:  # else the trainer has no rules for it
+            config = ModelConfig(
+                architecture="transformers", config=str(path), **sizes_of(said, path)
+            )
+        longest = part.get("max_position_embeddings")
+        return Model(shape=foreign, said=text, config=config, longest=longest, notes=notes)
+    config = from_hugging_face(said, path, others=PLANNED_FAMILIES)
     return Model(
-        shape=replace(from_config(config), name=name, windowed_layers=windowed_layers(plain)),
+        shape=replace(from_config(config), name=name, windowed_layers=windowed_layers(said)),
         said=text,
         config=config,
         longest=said.get("max_position_embeddings"),
-        notes=(*left_out(plain, path), *window_notes(plain)),
+        notes=(*left_out(said, path), *window_notes(said)),
     )
 
 

@@ -19,7 +19,7 @@ from parallel3d.recipes.pretrain import run_rank
 
 def check_cluster(recipe: Recipe, options: argparse.Namespace) -> int:
     """Runs the check locally, or one rank of it under a launcher. Returns the exit status."""
-    check_model(recipe.model)
+    check_model(recipe)
     options.run_dir = recipe.run_dir
     # A check leaves nothing in the run folder, even if it fails.
     train = replace(recipe.train, start_timeout_s=min(options.wait_s, recipe.train.start_timeout_s))

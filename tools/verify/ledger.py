@@ -138,6 +138,8 @@ class Ledger(TorchDispatchMode):
     def _see(self, tensor: Tensor) -> None:
         if isinstance(tensor, DTensor):
             tensor = local_of(tensor)
+        if tensor.is_meta:
+            return  # It has no memory in a real run either.
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         if key in self._pieces:

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 from parallel3d.config.hugging_face import (
     check_model,
+    from_hugging_face,
+    sizes_of,
     sliding_window,
     whole_number,
     windowed_layers,
@@ -39,6 +41,22 @@ _GEMMAS: dict[str, Any] = {
     "lacks_module": "Gemma's scaled embeddings, norms after each half of a block and GeGLU",
 }
 _LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+_TIED = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "cohere",
+    "cohere2",
+    "opt",
+    "falcon",
+    "starcoder2",
+)
+_LAYER_NORM = {"layer_norm": True}
+_GELU = {
+    "feed_forward": "gelu",
+    "layer_norm": True,
+    "biases": True,
+}
 # Fields of a shape in addition to sizes and experts, by `model_type`.
 PLANNED_FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {},
@@ -49,6 +67,17 @@ PLANNED_FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"feed_forward": "geglu", "lacks_module": "Gemma's scaled embeddings and GeGLU"},
     "gemma2": _GEMMAS,
     "gemma3_text": {**_GEMMAS, "qk_norm": True},
+    **dict.fromkeys(("olmo", "granite", "smollm3", "phi3", "ernie4_5"), {}),
+    "olmo2": {"qk_norm_whole": True},
+    "exaone4": {"qk_norm": True},
+    "glm": {"qkv_biases": True},
+    "glm4": {"block_norms": 4, "qkv_biases": True},
+    "stablelm": _LAYER_NORM,
+    "cohere": {"block_norms": 1},
+    "cohere2": {"block_norms": 1},
+    **dict.fromkeys(("starcoder2", "phi", "gpt_neox"), _GELU),
+    "falcon": {**_GELU, "biases": False},
+    "opt": {**_GELU, "positions": "learned"},
 }
 
 
@@ -65,6 +94,16 @@ class _Keys(NamedTuple):
         if self.said.get(key) is None:
             return None
         return self.number(key)
+
+
+def shape_of_json(config: Mapping[str, Any], path: Path) -> ModelShape:
+    """Returns the shape of the config.json at `path`. Raises ConfigError for other families."""
+    name = path.resolve().parent.name if path.stem == "config" else path.stem
+    shape = hf_config_shape(config, name, path)
+    if shape is not None:
+        return shape
+    plain = from_hugging_face(config, path, others=PLANNED_FAMILIES)
+    return replace(from_config(plain), name=name, windowed_layers=windowed_layers(config))
 
 
 def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShape | None:
@@ -86,19 +125,12 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
                 f"{path}: {key} = {said[key]}: must be {usual}, because experts must be in every "
                 "layer after the first ones"
             )
-    plain = ModelConfig(
-        name=name,
-        hidden=keys.number("hidden_size"),
-        heads=keys.number("num_attention_heads"),
-        layers=keys.number("num_hidden_layers"),
-        kv_heads=keys.optional("num_key_value_heads"),
-        head_dim=keys.optional("head_dim"),
-        ffn_hidden=keys.number("intermediate_size"),
-        vocab=keys.number("vocab_size"),
-        tied_embeddings=bool(said.get("tie_word_embeddings", kind.startswith("gemma"))),
-    )
+    is_tied = said.get("tie_word_embeddings", kind in _TIED)
+    plain = ModelConfig(name=name, tied_embeddings=bool(is_tied), **sizes_of(said, path))
     check_model(plain, str(path))
     own = {**PLANNED_FAMILIES[kind], "experts": _experts(keys)}
+    if own.get("positions") == "learned":
+        own["position_rows"] = keys.number("max_position_embeddings") + 2  # as OPT counts them
     if kind in _LATENT_FAMILIES:
         latent = _latent(keys)
         own |= {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from parallel3d.config.flops import attended_keys
+from parallel3d.config.hugging_face import config_of, config_path
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.experts import Experts, LatentAttention
@@ -123,11 +124,17 @@ class StageSlice:
 
 def from_config(config: ModelConfig) -> ModelShape:
     """Returns the shape of a recipe's `model` section. Raises ConfigError for a custom class."""
+    if config.architecture == "transformers":
+        # imported here, because it imports this module
+        from parallel3d.planner.model.hf_config import shape_of_json
+
+        return shape_of_json(config_of(config), config_path(config))
     if config.is_custom:
         raise ConfigError(
-            f"model.architecture = {config.architecture}: the planner supports llama and gpt, not "
-            "custom classes; for a rough estimate plan with model.architecture=llama and the same "
-            "sizes, or train a few steps, which print time and memory"
+            f"model.architecture = {config.architecture}: the planner supports llama, gpt and "
+            "transformers, not custom classes; for a rough estimate plan with "
+            "model.architecture=llama and the same sizes, or train a few steps, which print time "
+            "and memory"
         )
     is_gpt = config.architecture == "gpt"
     return ModelShape(

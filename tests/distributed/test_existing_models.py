@@ -1,0 +1,297 @@
+"""Models of transformers, and classes that know nothing of parallel3d, trained by recipe in every
+layout, beside plain torch on the whole model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from parallel3d.config.hugging_face import sizes_of
+from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, StageNames, TpRule
+from parallel3d.errors import ConfigError
+from parallel3d.existing_model import construct_hugging_face
+from parallel3d.export import ExportForm, export
+from parallel3d.layers.parameter import initial_weights
+from parallel3d.mesh import build_mesh
+from parallel3d.models import check_model, model_class
+from parallel3d.tools.check_layout.plain import plain_optimizers
+from parallel3d.training.generation import sampling
+from parallel3d.training.state import load_model, load_trainer
+from tests.distributed.training_cases import (
+    STEPS,
+    Curve,
+    assert_follows,
+    losses,
+    make_recipe,
+    make_trainer,
+    save_trainer,
+    train,
+    whole_batch,
+)
+
+PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)
+_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 128}
+_QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_MORE: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 7},
+    "gemma2": {"head_dim": 8, "sliding_window": 7},
+    "gemma3_text": {"head_dim": 8, "sliding_window": 7},
+    "qwen3": {"head_dim": 8},
+    "glm": {"head_dim": 8},
+    "granite": {"logits_scaling": 4.0},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "mixtral": {"num_local_experts": 4},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+}
+FAMILIES = [
+    *["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2"],
+    *["granite", "smollm3", "starcoder2", "stablelm", "cohere", "glm", "falcon", "gpt2"],
+    *["gpt_neox", "opt", "mixtral"],
+]
+QUICK = ["llama", "gemma2", "phi3", "gpt2", "falcon", "mixtral"]  # the others are long tests
+LAYOUTS: list[dict[str, Any]] = [
+    {},
+    {"tp": 2},
+    {"pp": 2},
+    {"dp_shard": 2},
+    {"tp": 2, "pp": 2, "dp_shard": 2},
+]
+MORE_LAYOUTS: list[dict[str, Any]] = [
+    {"pp": 2, "schedule": "zb_h1"},
+    {"dp_shard": 2, "zero_stage": 1, "recompute": "every_n", "recompute_every": 2},
+    {"dp_shard": 2, "sharding": "NO_SHARD", "tp": 2, "recompute": "full"},
+    {"dp_replicate": 2, "zero_stage": 2},
+]
+
+
+def model_section(family: str, folder: Path) -> ModelConfig:
+    """Writes the config.json of a tiny model, and returns the section that names it."""
+    keys = _GPT2 if family == "gpt2" else _SIZES
+    path = folder / f"{family}.json"
+    config = {"model_type": family, **keys, **_MORE.get(family, {})}
+    path.write_text(json.dumps(config))
+    sizes = sizes_of(config, path)
+    return ModelConfig(architecture="transformers", config=str(path), **sizes)
+
+
+SIZES: dict[str, Any] = {"layers": 3, "hidden": 32, "heads": 4, "vocab": 128}
+NANO = ModelConfig(
+    architecture="tests.foreign_models:NanoGPT",
+    **SIZES,
+    ffn_hidden=128,
+    options={"n_layer": 3},
+    stages=StageNames(blocks="h", first=("wte", "drop"), added=("wpe",), last=("ln_f", "lm_head")),
+    tp_rules=(
+        TpRule(modules="wte", style="vocab"),
+        TpRule(modules="wpe", style="replicate"),
+        TpRule(modules="**.attn", style="divide", attributes=("n_head", "n_embd")),
+        TpRule(modules="**.c_attn", style="column", parts=3),
+        TpRule(modules="**.c_fc", style="column"),
+        TpRule(modules="**.c_proj", style="row"),
+        TpRule(modules="lm_head", style="column"),
+    ),
+)
+GROUPED = ModelConfig(
+    architecture="tests.foreign_models:GroupedDecoder",
+    **SIZES,
+    kv_heads=2,
+    ffn_hidden=64,
+    options={"vocab": 128, "hidden": 32, "heads": 4, "blocks": 3},
+    stages=StageNames(blocks="blocks", first=("embed",), last=("head",)),
+    tp_rules=(
+        TpRule(modules="embed", style="vocab"),
+        *(TpRule(modules=f"**.{name}", style="column") for name in ("q", "k", "v", "up")),
+        *(TpRule(modules=f"**.{name}", style="row") for name in ("o", "down")),
+        TpRule(modules="head", style="column", gather_output=True),
+    ),
+)
+
+
+def whole_model(config: ModelConfig, seed: int) -> nn.Module:
+    """Returns the model as plain torch has it, with the initial values of every layout."""
+    build = model_class(config.architecture)
+    empty = build(
+        config, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
+    )
+    model: nn.Module = build.construct(config)  # type: ignore[attr-defined]
+    missing = model.load_state_dict(initial_weights(empty, seed), strict=False).missing_keys
+    assert all("head" in name or "embed_out" in name for name in missing)  # tied
+    return model
+
+
+def plain_curve(recipe: Recipe) -> Curve:
+    """Trains the whole model in one process with plain torch."""
+    model = whole_model(recipe.model, recipe.train.seed)
+    (optimizer,) = plain_optimizers(model, recipe.optimizer, [])
+    curve = []
+    for step in range(STEPS):
+        batch = whole_batch(recipe, step)
+        output = model(batch.inputs.flatten(0, 1))
+        logits = getattr(output, "logits", output)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), recipe.train.grad_clip or 1e9)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), norm.item()))
+    return curve
+
+
+def curve_of(recipe: Recipe) -> Curve:
+    return train(make_trainer(recipe), STEPS)
+
+
+def assert_same_in(
+    world: Callable, model: ModelConfig, layouts: Iterable[Mapping[str, Any]]
+) -> None:
+    """Compares training in each layout with plain torch on the whole model."""
+    reference = world(1).run(plain_curve, make_recipe(model, ParallelConfig()))[0]
+    for layout in layouts:
+        parallel = ParallelConfig(**layout)
+        curves = world(parallel.world_size).run(curve_of, make_recipe(model, parallel))
+        assert_follows(curves[0], reference)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=() if each in QUICK else pytest.mark.long) for each in FAMILIES],
+)
+def test_a_family_trains_as_in_plain_torch(world: Callable, family: str, tmp_path: Path) -> None:
+    assert_same_in(world, model_section(family, tmp_path), LAYOUTS)
+
+
+@pytest.mark.parametrize("model", [NANO, GROUPED], ids=["nanoGPT", "grouped"])
+def test_a_users_model_trains_as_in_plain_torch(world: Callable, model: ModelConfig) -> None:
+    assert_same_in(world, model, [*LAYOUTS, *MORE_LAYOUTS])
+
+
+def test_llama_in_other_layouts(world: Callable, tmp_path: Path) -> None:
+    sequence = {"tp": 2, "sequence_parallel": True}
+    model = model_section("llama", tmp_path)
+    selective = {"tp": 2, "recompute": "selective"}
+    assert_same_in(world, model, [*MORE_LAYOUTS, sequence, selective])
+
+
+@pytest.mark.parametrize("into", [{"dp_shard": 4}, {}, {"tp": 2, "pp": 2}], ids=str)
+def test_a_run_resumes_in_another_layout(
+    world: Callable, tmp_path: Path, into: dict[str, Any]
+) -> None:
+    model = model_section("gemma2", tmp_path)
+    before = make_recipe(model, ParallelConfig(tp=2, pp=2))
+    after = make_recipe(model, ParallelConfig(**into))
+    saved = world(4).run(curve_and_save, before, tmp_path / "saved")[0]
+    resumed = world(after.parallel.world_size).run(resume_curve, after, tmp_path / "saved")[0]
+    if before == after:
+        assert resumed == saved
+    assert losses(resumed) == pytest.approx(losses(saved), rel=1e-5)
+
+
+def curve_and_save(recipe: Recipe, path: Path) -> Curve:
+    """Saves after three steps, and returns the curve of the next two."""
+    trainer = make_trainer(recipe)
+    train(trainer, 3)
+    save_trainer(trainer, path)
+    return train(trainer, 2)
+
+
+def resume_curve(recipe: Recipe, path: Path) -> Curve:
+    trainer = make_trainer(recipe, initialize=False)
+    load_trainer(trainer, path)
+    return train(trainer, 2)
+
+
+def wrong_rules(recipe: Recipe) -> str:
+    """Returns the error of the comparison with the unsplit model."""
+    build = model_class(recipe.model.architecture)
+    with pytest.raises(ConfigError) as caught:
+        build.compare(recipe, build_mesh(recipe.parallel, "cpu"))  # type: ignore[attr-defined]
+    return str(caught.value)
+
+
+def test_wrong_rules_are_found_before_the_first_step(world: Callable) -> None:
+    rules = tuple(rule for rule in NANO.tp_rules if rule.style != "divide")
+    for kept in (rules, (*rules, replace(NANO.tp_rules[2], attributes=("n_head",)))):
+        recipe = make_recipe(replace(NANO, tp_rules=kept), ParallelConfig(tp=2))
+        for error in world(2).run(wrong_rules, recipe):
+            assert error.startswith("model.tp_rules: ")
+            assert "attn" in error
+    assert NANO.stages is not None
+    names = replace(NANO.stages, last=("lm_head",), added=("wpe", "ln_f"))
+    recipe = make_recipe(replace(NANO, stages=names), ParallelConfig(pp=2))
+    assert world(2).run(wrong_rules, recipe)[0].startswith("model.stages: ")
+
+
+def import_and_save(recipe: Recipe, folder: Path, path: Path) -> None:
+    """Loads the weights of a Hugging Face folder into a layout, and saves a checkpoint of them."""
+    trainer = make_trainer(recipe, initialize=False)
+    load_model(trainer, folder)
+    save_trainer(trainer, path)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_imported_weights_are_exported_bitwise(
+    world: Callable, tmp_path: Path, family: str
+) -> None:
+    folder = tmp_path / "published"
+    own = model_section(family, tmp_path)
+    model: Any = construct_hugging_face(own)
+    model.save_pretrained(folder)
+    own = replace(own, config=str(folder))
+    (folder / "generation_config.json").write_text('{"do_sample": true, "top_p": 0.9}')
+    recipe = make_recipe(own, ParallelConfig(tp=2, pp=2))
+    world(4).run(import_and_save, recipe, folder, tmp_path / "saved")
+    for _ in export(tmp_path / "saved", tmp_path / "exported", ExportForm(model=own, seq_len=24)):
+        pass
+    back = type(model).from_pretrained(tmp_path / "exported")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, back.state_dict()[name]), name
+    assert sampling(own, recipe.train).sample_top_p == 0.9
+    assert (tmp_path / "exported" / "generation_config.json").is_file()
+
+
+REFUSED: dict[str, tuple[ModelConfig, dict[str, Any], str]] = {
+    "dropout": (replace(NANO, options={"dropout": 0.1}), {}, "drop: has dropout 0.1"),
+    "blocks": (replace(NANO, layers=4), {}, "model.layers = 4: h has 3 blocks"),
+    "no rules": (replace(NANO, tp_rules=()), {"tp": 2}, "model.tp_rules: none are set"),
+    "no rule": (replace(NANO, tp_rules=NANO.tp_rules[:-1]), {"tp": 2}, "lm_head: this Linear"),
+    "no attention": (GROUPED, {"recompute": "selective"}, "no module named self_attn"),
+    "lost": (
+        replace(NANO, stages=StageNames(blocks="h", first=("wte",), last=("ln_f", "lm_head"))),
+        {},
+        "no stage holds the parameters wpe.weight",
+    ),
+    "absent": (
+        replace(NANO, stages=StageNames(blocks="blocks", first=("wte",), last=("lm_head",))),
+        {},
+        "the model has no module blocks",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_trained_is_refused_in_one_line(name: str) -> None:
+    model, layout, said = REFUSED[name]
+    with pytest.raises(ConfigError) as caught:
+        check_model(make_recipe(model, ParallelConfig(**layout)))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
