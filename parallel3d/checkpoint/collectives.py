@@ -22,7 +22,8 @@ def collect(
     """Runs `step` on every rank, and `reply` on rank 0 with all results. Collective over the group.
 
     Returns this rank's item of the reply if the reply is a list, else the reply. If `step` or
-    `reply` raises a Parallel3dError on any rank, it is raised on all ranks.
+    `reply` raises a Parallel3dError on any rank, it is raised on all ranks. Other exceptions are
+    raised only where they occur.
     """
     size = dist.get_world_size(group)
     everyone: list[Any] | None = [None] * size if dist.get_rank(group) == 0 else None

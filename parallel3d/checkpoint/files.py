@@ -3,9 +3,8 @@
 Each rank writes its shards with their position in the global tensors, so any layout can read the
 parts that it needs.
 
-A save has two steps. In `plan_save` the ranks agree on who writes what, and `write_and_commit`
-writes it. In between, `parallel3d.checkpoint.saver` can copy the tensors so that training continues
-during the write.
+`plan_save` assigns the tensors to ranks, and `write_and_commit` writes them. In between,
+`parallel3d.checkpoint.saver` can copy the tensors so that training continues during the write.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from parallel3d.errors import CheckpointError, SaveError, writing
 from parallel3d.torch_private import DcpPlace, dcp_index
 
 MODEL = "model."  # Prefix of the names of model parameters. No other tensors have it.
-# Overhead per part in bytes, in its file, in the index and in the manifest together.
+# Estimated overhead of a part in bytes: in its file, the index and the manifest.
 _FRAME_BYTES = 4 << 10
 
 
@@ -63,9 +62,9 @@ class Agreement:
     """Assignment of parts to ranks, valid for every state of the same form."""
 
     form: Sequence[tuple[object, ...]]  # Name, shape, dtype and placements of each tensor.
-    items: list[WriteItem]
-    index: Metadata | None  # DCP's index of all ranks, only on rank 0.
-    bytes: int  # Total of all ranks, only on rank 0.
+    items: list[WriteItem]  # Parts that this rank writes.
+    index: Metadata | None  # DCP's index of all ranks' parts. None except on rank 0.
+    bytes: int  # Estimated size of all ranks' parts. 0 except on rank 0.
 
 
 @dataclass
@@ -73,10 +72,10 @@ class PlannedSave:
     """Parts that this rank writes, and the data that rank 0 adds."""
 
     path: Path
-    partial: Path  # Folder during the write.
+    partial: Path  # Folder that is written. Renamed to `path` when complete.
     progress: Progress
     config: str
-    parts: list[tuple[WriteItem, Tensor]]  # Views of the state, or copies.
+    parts: list[tuple[WriteItem, Tensor]]  # The tensors are views of the state, or copies.
     agreed: Agreement
     # Section whose `keep` keys say which older checkpoints to delete. None: keep all.
     keep: CheckpointConfig | None = None
@@ -86,7 +85,7 @@ def save_tensors(state: dict[str, Tensor], progress: Progress, path: Path, confi
     """Writes a checkpoint to `path`. Collective.
 
     Args:
-        state: Tensors by global name.
+        state: Tensors, keyed by global name.
         progress: Progress of the run.
         path: Folder of the checkpoint, created by a rename when complete.
         config: Recipe of the run as YAML.
@@ -104,10 +103,10 @@ def plan_save(
     config: str,
     earlier: Agreement | None = None,
 ) -> PlannedSave:
-    """Assigns each part to one rank and creates the folder. Collective.
+    """Assigns each part to one rank and creates the folder `<path>.partial`. Collective.
 
     It reuses the agreement of an `earlier` save if every rank's state has the same form. Raises
-    SaveError before anything is written if the disk is too full.
+    SaveError if the disk is too full or not writable.
     """
     planner = DefaultSavePlanner()
     partial = path.with_name(f"{path.name}.partial")
@@ -116,7 +115,7 @@ def plan_save(
     total = 0
 
     def make_folder(state_bytes: int) -> None:
-        with writing(path):  # All ranks write into this folder.
+        with writing(path):  # Runs on rank 0 only.
             shutil.rmtree(partial, ignore_errors=True)
             store.check_room(partial.parent, state_bytes + len(config))
             # Parents are not created: if the run's folder was moved, the save must fail.
@@ -151,7 +150,7 @@ def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) 
     """Writes this rank's parts, then commits the checkpoint on rank 0. Collective.
 
     To commit, rank 0 writes the manifest, renames the folder and deletes older checkpoints. Raises
-    SaveError and removes the incomplete folder if a rank cannot write.
+    SaveError and removes the incomplete folder if a rank cannot write or the commit fails.
     """
 
     def own_shard() -> WrittenShard:
@@ -200,19 +199,19 @@ def _manifest(save: PlannedSave, shards: list[WrittenShard]) -> Manifest:
 
 
 def load_tensors(choose: Callable[[Progress], dict[str, Tensor]], path: Path) -> Progress:
-    """Loads a checkpoint of any layout into tensors. Collective.
+    """Loads a checkpoint, saved in any layout, into tensors. Collective.
 
     Args:
-        choose: Returns the tensors to load by their names in the checkpoint, given the saved
-            progress. May raise CheckpointError if the run cannot resume from it.
+        choose: Takes the saved progress and returns the tensors to load, keyed by name. May raise
+            CheckpointError if the run cannot resume from it.
         path: Folder of the checkpoint.
 
     Returns:
         Saved progress.
 
     Raises:
-        DamagedCheckpointError: A file is missing, truncated or corrupt. No tensor has changed then.
-        CheckpointError: The checkpoint is from another model.
+        DamagedCheckpointError: The files are damaged. They are verified before a tensor changes.
+        CheckpointError: The checkpoint is from another model or in another format.
     """
     manifest: Manifest
     wanted: dict[str, Tensor]

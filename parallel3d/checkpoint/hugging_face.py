@@ -1,8 +1,8 @@
 """Parameter names of Hugging Face models, with one table per family, for export and import.
 
 A tensor of a Hugging Face model corresponds to one parameter of parallel3d, or to several that are
-stacked along their first dim. It can also be transposed: GPT-2 packs q, k and v, and its Conv1D
-stores matrices as [in, out].
+stacked along their first dim, and can be transposed. For example, GPT-2 packs q, k and v, and its
+Conv1D stores matrices as [in, out].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HEAD = "lm_head.weight"
 
 @dataclass(frozen=True)
 class HfTensor:
-    """Tensor of a Hugging Face model, made of equally large parameters of parallel3d.
+    """Tensor of a Hugging Face model, made of parallel3d parameters of equal shape.
 
     The parameters are stacked along their first dim, then transposed if `transposed`.
     """
@@ -38,10 +38,10 @@ class HfTensor:
 
 @dataclass(frozen=True)
 class NamesTable:
-    """Tensors of a model family: before the blocks, per block, and after the blocks.
+    """Tensors of a model family: `first` before the blocks, `block` in each, `last` after them.
 
-    `base` is the prefix of all names except the head's. Files saved without a head lack it.
-    `blocks` is the prefix of the block names.
+    `base` is the prefix of all names except that of the head. Files saved without a head lack it.
+    Names in `block` are relative to `<blocks>.<index>`.
     """
 
     base: str
@@ -99,7 +99,7 @@ _GPT2 = NamesTable(
     ),
     block=_GPT2_BLOCK,
 )
-# Keyed by `model_type`.
+# Keyed by `model_type` of config.json.
 NAMES = {
     "gpt2": _GPT2,
     "llama": _LLAMA,

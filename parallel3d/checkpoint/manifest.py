@@ -1,11 +1,11 @@
 """Manifest of a checkpoint, `manifest.json`: checksums, location of each piece, and progress.
 
-It is read before any other file and used to validate them, and its tensors are compared with those
+It is read before all other files and used to validate them, and its tensors are compared with those
 of the model. No torch here.
 
 The checksum of a file is its CRC-32. The checksum of a piece is the running CRC-32 of its file up
-to the end of the piece. One pass over a file computes both, and two neighboring checksums verify a
-single piece. The manifest ends with the CRC-32 of its preceding bytes.
+to the end of the piece. One pass over a file computes both, and the checksums of a piece and of its
+predecessor suffice to verify the piece. The manifest ends with the CRC-32 of its preceding bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FORMAT: Literal[1] = 1
 MANIFEST_FILE = "manifest.json"
 INDEX_FILE = ".metadata"
 CONFIG_FILE = "config.yaml"
-# Names of all files that a save writes.
+# Names of the files that a manifest can list.
 FileName = Annotated[str, StringConstraints(pattern=r"^(__\d+_0\.distcp|\.metadata|config\.yaml)$")]
 
 
@@ -45,19 +45,20 @@ class SpikeHistory:
     The counts include steps that a rollback has undone.
     """
 
-    losses: tuple[float, ...] = ()  # Losses of the last finite steps, oldest first.
+    # Losses and gradient norms of the last finite steps (train.spike_window), oldest first.
+    losses: tuple[float, ...] = ()
     grad_norms: tuple[float, ...] = ()
     spikes: int = 0
     rollbacks: int = 0
     last_spike: int = 0  # Step of the last spike, or 0.
-    in_a_row: int = 0  # Number of consecutive spikes up to the last one.
+    in_a_row: int = 0  # Consecutive spikes up to the last one, as defined by `find_spike`.
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedReplicas:
     """Replicas of local SGD (`training.local_sgd`) in the run that wrote a checkpoint."""
 
-    # Earlier versions wrote more keys.
+    # Earlier versions wrote more keys, which are ignored.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="ignore")
 
     replicas: int
@@ -74,17 +75,17 @@ class Progress:
     global_batch_size: int
     seq_len: int
     parameters: int  # Number of parameters of the full model.
-    # Layout that wrote the checkpoint. Informational only.
+    # `parallel` section of the recipe that wrote the checkpoint. Informational only.
     parallel: dict[str, Any]
-    # Sequences seen, which is the position in the data. None: step * global_batch_size.
+    # Number of sequences seen. None: step * global_batch_size.
     sequences: int | None = None
     skip: tuple[SequenceRange, ...] = ()  # data.skip of the run.
     # Sequences skipped by rollbacks, in addition to `skip`.
     skipped_by_rollbacks: tuple[SequenceRange, ...] = ()
-    # Sequences seen per source of a mixture. None: unknown.
+    # Number of sequences seen from each source of a mixture. None: unknown.
     drawn: dict[str, int] | None = None
     spikes: SpikeHistory = SpikeHistory()
-    skipped_steps: int = 0  # Steps that the optimizer did not apply.
+    skipped_steps: int = 0  # Number of steps without an optimizer update.
     val_loss: float | None = None  # Validation loss after this step. None: no evaluation.
     loss_scale: float | None = None  # Loss scale of the next step. None: not trained in float16.
     loss_scale_good_steps: int = 0  # Consecutive finite steps at this scale.
@@ -129,7 +130,7 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Damage:
-    """Damaged file, with the reason, the affected tensors and advice."""
+    """Damaged file, with the affected tensors and advice to the user."""
 
     file: str
     reason: str
@@ -147,7 +148,8 @@ class Manifest:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     format: Literal[1]
-    parallel3d: str  # Versions that wrote the checkpoint. Informational only.
+    # Versions that wrote the checkpoint. Informational only.
+    parallel3d: str
     torch: str
     progress: Progress
     files: dict[FileName, SavedFile]
@@ -186,7 +188,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a checkpoint, and no other file.
 
     Raises:
-        DamagedCheckpointError: The manifest is corrupt.
+        DamagedCheckpointError: The manifest is corrupt or cannot be read.
         CheckpointError: Another version wrote it, in another format or with unknown keys.
     """
     path = folder / MANIFEST_FILE
@@ -215,7 +217,7 @@ def _ending(text: bytes) -> bytes:
 
 
 def missing_files(folder: Path, manifest: Manifest) -> Iterator[Damage]:
-    """Yields files that are missing, unexpected, or of the wrong size, without reading any."""
+    """Yields a Damage for each missing, unexpected or wrongly sized file, without reading any."""
     there = {entry.name: entry.stat().st_size for entry in folder.iterdir()}
     for name, file in manifest.files.items():
         size = there.pop(name, None)
@@ -227,7 +229,7 @@ def missing_files(folder: Path, manifest: Manifest) -> Iterator[Damage]:
 
 
 def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[Damage]:
-    """Reads files and yields the corrupt ones with their corrupt tensors."""
+    """Reads the named files and yields a Damage for each corrupt or unreadable one."""
     for name in names:
         crc = 0
         tensors = dict[str, None]()
@@ -239,7 +241,7 @@ def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Ite
                     if crc != expected:
                         tensors[tensor] = None
                     crc = expected
-                # Covers a file without pieces.
+                # The rest, or all of a file without pieces.
                 crc = _crc_of(file, manifest.files[name].bytes, crc)
         except OSError as error:
             yield Damage(name, f"cannot be read: {error.strerror}")
@@ -259,9 +261,9 @@ def _crc_of(file: FileIO, count: int, crc: int) -> int:
 
 
 def find_damage(folder: Path) -> Iterator[Damage]:
-    """Reads all files of a checkpoint and yields the corrupt ones with their corrupt tensors.
+    """Reads a checkpoint and yields a Damage for each missing, unexpected or corrupt file.
 
-    Raises CheckpointError if the checkpoint has another format.
+    Raises CheckpointError if the format of the manifest is unknown.
     """
     try:
         manifest = read_manifest(folder)
@@ -275,9 +277,9 @@ def find_damage(folder: Path) -> Iterator[Damage]:
 
 
 def differences(there: Shapes, here: Shapes) -> list[str]:
-    """Returns a line for each tensor that only one side has, or whose shapes differ.
+    """Returns a line for each tensor that is only on one side, or whose shapes differ.
 
-    Tensors of several blocks with the same difference share a line.
+    Blocks with the same difference share a line.
     """
     found = []
     for name in there.keys() | here.keys():
@@ -290,8 +292,7 @@ def differences(there: Shapes, here: Shapes) -> list[str]:
 def by_block(descriptions: Iterable[tuple[str, str]]) -> list[str]:
     """Returns a line for each (tensor name, description), sorted by name.
 
-    Tensors of several blocks with the same description share a line, for example
-    `layers.*.mlp.up.weight (4 tensors)`.
+    Blocks with the same description share a line: `layers.*.mlp.up.weight (4 tensors)`.
     """
     groups: dict[tuple[str, str], list[str]] = {}
     for name, words in sorted(descriptions):

@@ -19,7 +19,7 @@ from parallel3d.checkpoint.files import MODEL, load_tensors, save_tensors
 from parallel3d.checkpoint.manifest import CONFIG_FILE, Progress
 from parallel3d.errors import SaveError
 
-# By name, because the ranks of a pipeline have different parameters and so cannot share indices.
+# Keys optimizer states by parameter name, because indices differ between pipeline ranks.
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 _NO_PROGRESS = Progress(
     step=0,
@@ -40,12 +40,13 @@ def save_checkpoint(
 ) -> None:
     """Saves parameters and optimizer states. Collective: all ranks call it.
 
-    The folder appears under its name when it is complete. Any other layout can load it.
+    `path` appears only when it is complete. Any other layout can load it.
 
     Args:
         path: New folder. Its parent must exist and be shared by all ranks.
         model: Model that `parallelize` returned.
-        optimizer: Optimizer of its parameters. Settings such as the learning rate are not saved.
+        optimizer: Optimizer of the model's parameters. Settings such as the learning rate are not
+            saved.
         extra: Numbers, strings, lists and dicts to save as well.
 
     Raises:
@@ -62,18 +63,19 @@ def save_checkpoint(
 
 
 def load_checkpoint(path: str | Path, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Loads a checkpoint of `save_checkpoint`, saved in any layout. Collective: all ranks call it.
+    """Loads a checkpoint that `save_checkpoint` wrote in any layout. Collective: all ranks call it.
 
     Args:
         path: Folder of the checkpoint.
         model: Model that `parallelize` returned.
-        optimizer: Optimizer of its parameters.
+        optimizer: Optimizer of the model's parameters.
 
     Returns:
         The saved `extra`.
 
     Raises:
-        CheckpointError: The checkpoint is damaged or from another model. Nothing has changed then.
+        CheckpointError: The checkpoint is damaged or from another model. It is verified before any
+            parameter changes.
 
     Example:
         >>> step = parallel3d.load_checkpoint("checkpoints/step_100", model, optimizer)["step"]

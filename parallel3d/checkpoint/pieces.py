@@ -1,10 +1,10 @@
 """Reads and writes pieces of tensors in the files of a checkpoint.
 
-Each rank writes its parts into one file in the format of torch.distributed.checkpoint. It computes
-the checksum from the bytes in memory, before the disk can corrupt them.
+Each rank writes its parts into one file in the format of torch.distributed.checkpoint. Checksums
+are computed from the bytes in memory, before the disk can corrupt them.
 
 Reading needs only the manifest and the elements. The index of DCP and the pickles around each piece
-are never opened, so reading runs no code from a checkpoint.
+are never loaded, so reading runs no code from a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from parallel3d.torch_private import local_of, offsets_of
 
 # Bytes per write. A chunk is checksummed and written while it is in the CPU cache.
 _WRITTEN_BYTES = 1 << 19
-_READ_BYTES = 64 << 20  # Largest read buffer in addition to the tensor.
+_READ_BYTES = 64 << 20  # Size limit of the read buffer in bytes. A single row can exceed it.
 
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """File that a rank wrote, and the pieces in it."""
+    """File that a rank wrote, and the pieces in it. Empty if the rank has no parts."""
 
     files: dict[str, SavedFile]
     pieces: list[tuple[MetadataIndex, SavedPiece]]
@@ -97,11 +97,9 @@ def read_own_part(folder: Path, saved: SavedTensor, tensor: Tensor) -> None:
 
 
 def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: Tensor) -> None:
-    """Reads the region of a saved tensor that starts at `offsets` and has the shape of `target`
-    into `target`.
+    """Reads a region of a saved tensor into `target`.
 
-    Raises:
-        DamagedCheckpointError: A file cannot be read.
+    The region starts at `offsets`. Raises DamagedCheckpointError if a file cannot be read.
     """
     for piece in saved.pieces:
         part = target
@@ -125,7 +123,7 @@ def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: T
 def _read_piece(
     file: FileIO, piece: SavedPiece, dtype: torch.dtype, starts: list[int], target: Tensor
 ) -> None:
-    """Fills `target` with the elements of a piece from `starts` on, a few rows at a time."""
+    """Reads the region of a piece that starts at `starts` into `target`, in batches of rows."""
     sizes = piece.sizes or (1,)  # A scalar is read as one row.
     target = torch.atleast_1d(target)
     row_bytes = math.prod(sizes[1:]) * dtype.itemsize

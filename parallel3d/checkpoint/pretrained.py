@@ -1,6 +1,4 @@
-"""Loads weights from a folder in Hugging Face format. Each rank reads only the slices of its
-shards.
-"""
+"""Loads weights in Hugging Face format. Each rank reads only the slices for its shards."""
 
 from __future__ import annotations
 
@@ -34,8 +32,8 @@ def load_pretrained(
 ) -> None:
     """Loads this rank's shards of the parameters from safetensors files in `folder`. Collective.
 
-    Raises CheckpointError on all ranks, before anything changes, if tensors are missing, have other
-    shapes, are quantized, or belong to another model.
+    Raises CheckpointError on all ranks if tensors are missing, unexpected, of the wrong shape,
+    quantized or unreadable. All but read errors are found before a parameter changes.
     """
 
     shapes = {own.name: own.spec.shape for own in parameters}
@@ -62,7 +60,7 @@ def load_pretrained(
 def refuse_another_model(
     folder: Path, model: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raises CheckpointError if the tensors of a folder do not fit a model.
+    """Raises CheckpointError if the tensors in a folder do not fit a model or are quantized.
 
     The error has a line for each difference. `shapes` are those of the model's parameters.
     """
@@ -80,9 +78,9 @@ def refuse_another_model(
 
 
 def _open(folder: Path, model: ModelConfig) -> dict[str, Any]:
-    """Opens the tensors of a folder by their names in the family's table.
+    """Opens the tensors in a folder, keyed by their names in the family's `NamesTable`.
 
-    Names of a model that was saved without its head lack the prefix `base`.
+    Adds the prefix `base`, which a model saved without its head lacks, and omits `UNREAD` buffers.
     """
     stored = open_safetensors(folder)
     base = ""
@@ -102,9 +100,9 @@ def _open(folder: Path, model: ModelConfig) -> dict[str, Any]:
 def _part(
     stored: Any, tensor: HfTensor, at: int, spec: ParameterSpec, tp: Axis, shards: Axis
 ) -> Tensor:
-    """Reads a rank's shard of a parameter in float32.
+    """Reads a rank's shard of a parameter as float32.
 
-    `at` is the index of the parameter among those that `tensor` is made of.
+    `at` is the index of the parameter in `tensor.parameters`.
     """
     rows, columns = spec.box(tp, shards)
     before = at * spec.shape[0]

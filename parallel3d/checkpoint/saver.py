@@ -32,18 +32,18 @@ class _SaveUnderWay:
 
     path: Path
     is_last: bool  # True for the last save of a run. No later save can make up for its failure.
-    then: Callable[[dist.ProcessGroup | None], str] | None
-    is_in_place: bool = False
+    then: Callable[[dist.ProcessGroup | None], str] | None  # Called after the commit.
+    is_in_place: bool = False  # True once the checkpoint is committed.
     line: str | None = None  # Line for the user that `then` returned.
     error: BaseException | None = None
     end: threading.Event = field(default_factory=threading.Event)
 
 
 class Saver(AbstractContextManager["Saver"]):
-    """Saves the checkpoints of a run. All ranks must call its methods in the same order, after the
-    same steps.
+    """Saves the checkpoints of a run.
 
-    `saved` is called with each completed checkpoint, and `say` prints a line.
+    All ranks must call its methods in the same order, after the same steps. `saved` is called with
+    the path of each completed checkpoint, and `say` prints a line.
     """
 
     def __init__(
@@ -61,8 +61,7 @@ class Saver(AbstractContextManager["Saver"]):
         # Host memory for this rank's parts, pinned if they are on a GPU.
         self._buffers: list[Tensor] = []
         self._under_way: _SaveUnderWay | None = None
-        # Which rank writes what, as agreed in the previous save. Reused while the state has the
-        # same form.
+        # Which rank wrote what in the previous save. Reused while the state has the same form.
         self._agreed: Agreement | None = None
 
     def save(
@@ -79,9 +78,9 @@ class Saver(AbstractContextManager["Saver"]):
 
         With `checkpoint.in_background`, it returns once the tensors are copied, except for the last
         save, which is awaited. `then` is called on all ranks after the commit, with the process
-        group to use, and returns a line to print. Raises the SaveError of this or the previous save
-        on all ranks. With `checkpoint.on_error` "warn", only the last save and one that exceeds
-        `grace_s` raise. Other failures are printed.
+        group to use, and returns a line to print. Raises the error of this or the previous save.
+        With `checkpoint.on_error` "warn", a SaveError is only printed, unless it is from the last
+        save or because `grace_s` has passed.
         """
         before = self._under_way
         if before is not None and not before.end.is_set():
@@ -108,22 +107,22 @@ class Saver(AbstractContextManager["Saver"]):
 
     @property
     def has_failed(self) -> bool:
-        """True if the current save failed on this rank with an error that ends the run."""
+        """True if the current save has failed on this rank with an error that must end the run."""
         save = self._under_way
         return save is not None and save.end.is_set() and self._ends_the_run(save)
 
     def step_done(self) -> None:
-        """Reports a completed save.
+        """Reports the current save if it has ended, unless its error must end the run.
 
-        An error that must end the run is raised in `finish`, which all ranks call after the same
-        step. Here, ranks may notice it after different steps.
+        `finish` raises such an error on all ranks after the same step. Here, ranks could notice it
+        after different steps.
         """
         save = self._under_way
         if save is not None and save.end.is_set() and not self._ends_the_run(save):
             self.finish()
 
     def finish(self) -> None:
-        """Waits for the current save and reports its outcome. Collective. Raises as `save` does."""
+        """Waits for the current save, if any. Reports or raises its error as `save` does."""
         done = self._under_way
         self._under_way = None
         if done is None:
@@ -139,9 +138,9 @@ class Saver(AbstractContextManager["Saver"]):
             self._say(f"not saved: {done.error}; the run continues (checkpoint.on_error = warn)")
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Waits for the current save at the end of a run, also after an error that all ranks share.
+        """Waits for the current save, even after a Parallel3dError.
 
-        It does not wait if a peer is lost or the time limit of the save has passed.
+        It does not wait if a peer is lost, if `grace_s` has passed, or after other exceptions.
         """
         cannot_wait = isinstance(error, RankError | NotSavedInTimeError)
         if error is None:
@@ -155,7 +154,7 @@ class Saver(AbstractContextManager["Saver"]):
         return done.error is not None
 
     def _copy(self, save: PlannedSave) -> None:
-        """Replaces the parts of a save by copies in host memory, so that the originals may change.
+        """Replaces the parts of a save with copies in host memory, so that training can continue.
 
         The previous save must be complete because its copies use the same memory.
         """
@@ -168,7 +167,7 @@ class Saver(AbstractContextManager["Saver"]):
         for (item, part), buffer in zip(save.parts, self._buffers, strict=True):
             copies.append((item, buffer.copy_(part, non_blocking=True)))
         for device in {part.device for _, part in save.parts if part.is_cuda}:
-            # Wait for the copies into pinned memory.
+            # Copies into pinned memory are asynchronous.
             torch.cuda.current_stream(device).synchronize()
         save.parts = copies
 

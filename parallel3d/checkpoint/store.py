@@ -1,10 +1,9 @@
-"""Manages the folder of a run's checkpoints: lists, commits, sets aside and deletes them. Also
-`checkpoint.start_from`.
+"""Lists, commits, sets aside and deletes the checkpoints of a run. Finds those to load.
 
 No torch here.
 
 A checkpoint is written to `step_00000100.partial` and renamed to `step_00000100` when it is
-complete. Before it is deleted it is renamed again, so an incomplete checkpoint never has a final
+complete. Before it is deleted it is renamed again, so an incomplete checkpoint never has the final
 name. Other suffixes:
 
     step_00000100.replaced    saved again; deleted when its successor is complete, else restored
@@ -41,7 +40,7 @@ from parallel3d.launch.run_dir import STEP_FOLDERS
 
 _NAME = re.compile(r"step_\d{8,}")
 CONFIG_JSON = "config.json"
-# Keys of `model` that must agree with the weights, and keys that a run may change.
+# Properties of ModelConfig that must agree with the weights, and those that a run may change.
 _SAME = [
     *["architecture", "layers", "hidden", "heads", "key_value_heads", "head_size", "ffn_hidden"],
     *["vocab", "max_positions", "qkv_bias", "qk_norm", "tied_embeddings"],
@@ -76,7 +75,7 @@ def step_folders(folder: Path) -> list[Path]:
 def _candidates(folder: Path) -> list[Path]:
     """Returns the non-empty folders named like a checkpoint, oldest first.
 
-    They include those without a manifest, so that a resume can report what is wrong with them.
+    Those without a manifest are included, so that a resume reports them.
     """
     return [path for path in step_folders(folder) if any(path.glob("*"))]
 
@@ -84,8 +83,8 @@ def _candidates(folder: Path) -> list[Path]:
 def find_checkpoints(resume: str, folder: Path) -> list[Path]:
     """Returns the checkpoints to try for `checkpoint.resume`, in order.
 
-    `resume` is "none", "auto" (the newest of `folder` first), or the path of a checkpoint. Raises
-    ConfigError if the path is not a checkpoint.
+    `resume` is "none", "auto" (those in `folder`, even damaged ones, newest first), or the path of
+    a checkpoint. Raises ConfigError if the path is not a checkpoint.
     """
     if resume == "none":
         return []
@@ -102,8 +101,8 @@ def find_checkpoints(resume: str, folder: Path) -> list[Path]:
 def find_start(start_from: str | None) -> list[Path]:
     """Returns the checkpoints to try for `checkpoint.start_from`, in order.
 
-    It can name a checkpoint, the folder of a run (newest first), or a folder in Hugging Face
-    format. Raises ConfigError if there is nothing to load.
+    It can name a checkpoint, the folder of a run or of its checkpoints (newest first), or a folder
+    in Hugging Face format. Raises ConfigError if there is nothing to load.
     """
     if start_from is None:
         return []
@@ -125,10 +124,11 @@ def is_pretrained(path: Path) -> bool:
 
 
 def check_start(start: Path, model: ModelConfig) -> list[str]:
-    """Compares a model with the config.json of the weights that it starts from.
+    """Compares a model with the config.json of the Hugging Face weights that it starts from.
 
     Returns:
-        Lines for the user about settings that differ but do not affect the shapes of the weights.
+        Lines for the user about settings that differ but do not affect shapes, or about a missing
+        config.json. Empty if `start` is not in Hugging Face format.
 
     Raises:
         ConfigError: The weights are from another model, or from one that a recipe cannot describe.
@@ -166,7 +166,7 @@ def check_start(start: Path, model: ModelConfig) -> list[str]:
 
 
 def check_manifests(checkpoints: Sequence[Path]) -> None:
-    """Raises CheckpointError if no checkpoint of a list has a valid manifest.
+    """Raises CheckpointError if all manifests are damaged or the first intact one is unsupported.
 
     The other files are checked when they are read.
     """
@@ -196,7 +196,7 @@ def commit(partial: Path, final: Path) -> None:
     """Renames a written folder to its final name.
 
     An existing checkpoint of that name is moved aside first and deleted last. If the process dies
-    in between, `tidy` finds one of the two.
+    in between, `tidy` keeps one of the two.
     """
     replaced = _named(final, "replaced")
     if final.exists():
@@ -208,7 +208,7 @@ def commit(partial: Path, final: Path) -> None:
 
 
 def take_back(folder: Path) -> None:
-    """Restores replaced checkpoints whose successors are incomplete or missing."""
+    """Restores replaced checkpoints without a complete successor. Sets aside incomplete ones."""
     for replaced in sorted(folder.glob(f"{STEP_FOLDERS}.replaced")):
         final = replaced.with_suffix("")
         if is_checkpoint(final):
@@ -221,8 +221,8 @@ def take_back(folder: Path) -> None:
 def tidy(folder: Path) -> None:
     """Cleans up after a crash or a failed save.
 
-    Restores replaced checkpoints without a successor, and deletes the other incomplete folders.
-    Must not run during a save.
+    Calls `take_back`, then deletes the remaining replaced, partial and dropped folders. Must not
+    run during a save.
     """
     take_back(folder)
     for ending in ("replaced", "partial", "dropped"):
@@ -231,10 +231,9 @@ def tidy(folder: Path) -> None:
 
 
 def after_resume(folder: Path, step: int, resumed: Path, *, damaged: Sequence[Path]) -> list[str]:
-    """Sets aside `damaged` checkpoints and those newer than `resumed`, with a line for the user
-    each.
+    """Sets aside `damaged` checkpoints and those of `step` or later, except `resumed`.
 
-    A later resume would otherwise pick them.
+    A later resume would otherwise pick them. Returns a line for the user for each.
     """
     aside = [set_aside(path, "damaged") for path in damaged]
     for path in _candidates(folder):
@@ -255,7 +254,7 @@ def set_aside(path: Path, ending: str) -> Path:
 
 
 def retain(folder: Path, rule: CheckpointConfig, saved: Path) -> None:
-    """Deletes the checkpoints that the rule does not keep, after `saved` was committed."""
+    """Deletes the checkpoints that `rule` does not keep, except the new one, `saved`."""
     paths = {step_of(path): path for path in list_checkpoints(folder)}
     losses = dict.fromkeys(paths, None)
     if rule.keep_best:
@@ -294,8 +293,7 @@ def step_of(path: Path) -> int:
 
 
 def _delete(path: Path) -> None:
-    """Deletes a checkpoint under another name, so that a partly deleted one never looks
-    complete."""
+    """Renames a checkpoint before deleting it, so a partly deleted one never looks complete."""
     dropped = _named(path, "dropped")
     if dropped.exists():
         shutil.rmtree(dropped)

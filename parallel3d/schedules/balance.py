@@ -26,9 +26,9 @@ class PartCosts:
     ) -> PartCosts:
         """Computes costs in floating-point operations per token.
 
-        Each weight costs two operations. Causal attention multiplies with `seq_len / 2` keys on
-        average. An embedding lookup reads and writes `hidden` numbers, which is negligible compared
-        with a block.
+        Each of the `block_weights` parameters of a block's matmuls costs two operations. Causal
+        attention multiplies with `seq_len / 2` keys on average. An embedding lookup reads and
+        writes `hidden` numbers, which is negligible compared with a block.
         """
         attention = 2.0 * query_hidden * seq_len
         return cls(
@@ -40,8 +40,8 @@ def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:
     """Returns the number of blocks per stage that minimizes the cost of the most expensive stage.
 
     Each stage except the last has at least one block. The last may hold only the head if the head
-    is expensive. Of equally loaded stages, those in the middle get a block first. Raises ValueError
-    if there are more stages than blocks.
+    is expensive. Of stages with equal cost, those in the middle get a block first. Raises
+    ValueError if there are more stages than blocks.
     """
     if stages > blocks:
         raise ValueError(f"{blocks} layers cannot fill {stages} stages; use fewer stages")
@@ -73,7 +73,7 @@ def sizes_between(points: Sequence[int], blocks: int) -> list[int]:
 
 
 def faults_of_boundaries(points: Sequence[int], blocks: int, stages: int) -> str | None:
-    """Returns the rule that user-given boundaries break, or None if they are valid.
+    """Returns the rule that the user's boundaries break, or None if they are valid.
 
     The first stage may hold only the embedding and the last only the head. Every other stage needs
     at least one block.

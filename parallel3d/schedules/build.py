@@ -26,7 +26,7 @@ def build_schedule(
         virtual_stages: Stages per rank.
 
     Returns:
-        Schedule of all ranks, valid by construction. It needs no `check_schedule`.
+        Schedule of all ranks, valid by construction.
 
     Raises:
         ScheduleError: The name is unknown, or the numbers do not suit the schedule.
@@ -109,7 +109,7 @@ def live_microbatches(
 ) -> int:
     """Returns the largest number of live (stage, microbatch) pairs on one rank.
 
-    Equals `Schedule.peak_live_microbatches[rank]`, without building a long schedule.
+    Equals `Schedule.peak_live_microbatches[rank]`, without building the full schedule.
     """
     traits = schedule_traits(name)
     if traits.holds_whole_batch:
@@ -117,5 +117,5 @@ def live_microbatches(
     if traits.warm_up is not None:
         warm_up = traits.warm_up(pp, rank, microbatches, virtual_stages)
         return min(warm_up + 1, microbatches * virtual_stages)
-    few = min(microbatches, 4 * pp)
+    few = min(microbatches, 4 * pp)  # More microbatches do not increase the peak.
     return peak_live(traits.builder(pp, rank, few, virtual_stages))

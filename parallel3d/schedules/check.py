@@ -19,6 +19,7 @@ _STATE_AFTER = {
     Kind.INPUT: {_BEGUN: _HALF},
     Kind.WEIGHT: {_HALF: _DONE},
 }
+# State -> kind of the next action.
 _MISSING = {0: Kind.FORWARD, _BEGUN: Kind.BACKWARD, _HALF: Kind.WEIGHT}
 
 

@@ -1,8 +1,8 @@
 """Builders of schedules with looped stages: naive, GPipe, 1F1B, breadth-first and ZB-H1.
 
 Each builder is a pure function of (pipeline ranks, rank, microbatches, stages per rank) that
-returns the actions of a rank. 1F1B, interleaved 1F1B and ZB-H1 are defined by their warm-up and
-`in_turn`. Stage s is on rank s mod pp.
+returns the actions of a rank. The functions of 1F1B, interleaved 1F1B and ZB-H1 return only the
+length of their warm-up, for `in_turn`. Stage s is on rank s mod pp.
 
 In the formulas, p is pp, m the number of microbatches, v the stages per rank, and F and B the time
 of a rank's share of the model for one microbatch. The bubble is the idle fraction of rank-time.
@@ -33,7 +33,7 @@ def naive(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions
     """Runs one microbatch at a time forward and backward through all stages.
 
     The bubble is (p - 1) / p for any m, and one microbatch is live. A model that is split over
-    devices without a schedule runs this way, which makes it the baseline.
+    devices without a schedule runs this way.
     """
     actions: Actions = []
     stages = range(rank, pp * virtual_stages, pp)
@@ -53,16 +53,16 @@ def gpipe(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions
 
 
 def one_f_one_b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
-    """Alternates forward and backward actions once the pipeline is full.
+    """Returns the warm-up of 1F1B, which alternates forward and backward actions after it.
 
-    The bubble is that of GPipe, (p - 1) / (m + p - 1), but only p - rank microbatches are live
+    The bubble is that of GPipe, (p - 1) / (m + p - 1), but at most p - rank microbatches are live
     (Narayanan et al. 2021, arXiv 2006.09503). With one rank this is gradient accumulation.
     """
     return pp - rank - 1
 
 
 def interleaved_1f1b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
-    """Runs 1F1B over virtual stages.
+    """Returns the warm-up of 1F1B over virtual stages.
 
     The ratio of idle to busy time is (p - 1) / (v m), a factor v smaller than for 1F1B, with v
     times as many transfers (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). The number of
@@ -92,7 +92,8 @@ def zb_h1(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
     See arXiv 2401.10241, section 2.1 and table 1. Each rank is idle for (p - 1) (F + I - W) / v if
     W <= F. The idle time of 1F1B is (p - 1) (F + I + W) / v, three times as long if F, I and W are
     equal. At most (v - 1) g + p forwards are live, with g as in `interleaved_1f1b`. With virtual
-    stages the order equals ScheduleInterleavedZeroBubble of torch.distributed.pipelining.
+    stages and equal `groups`, the order equals ScheduleInterleavedZeroBubble of
+    torch.distributed.pipelining.
     """
     return (virtual_stages - 1) * group_sizes(pp, microbatches)[0] + pp - rank - 1
 
@@ -101,9 +102,9 @@ def groups(pp: int, microbatches: int) -> list[range]:
     """Splits microbatches into the groups that loop over the ranks together.
 
     Groups are as even as possible, larger ones first, with at least pp microbatches each if there
-    are that many. In a smaller group every rank waits at each turn. For example, with pp 4, v 4 and
-    9 microbatches, a rank is idle for 28 forward times with groups of 4, 4 and 1, but for 9 with
-    groups of 5 and 4. Equal groups give the order of torch.distributed.pipelining.
+    are that many. In a group of fewer than pp, every rank waits at each turn. For example, with pp
+    4, v 4 and 9 microbatches, a rank is idle for 28 forward times with groups of 4, 4 and 1, but
+    for 9 with groups of 5 and 4. Equal groups give the order of torch.distributed.pipelining.
     """
     count = max(1, microbatches // pp)
     size, larger = divmod(microbatches, count)
@@ -130,11 +131,11 @@ def in_turn(
 
     Args:
         warm_up: Returns the number of forward actions in the warm-up.
-        splits: Splits the backward passes. From number `rank` on, each I is followed by the oldest
-            pending W.
+        splits: Split backward passes into I and W. After the first `rank`, each I is followed by
+            the oldest pending W.
 
     Returns:
-        Actions of the rank. The remaining backward actions come at the end.
+        Actions of the rank. The remaining W come at the end.
     """
     stages = range(rank, pp * virtual_stages, pp)
     backward_kind = I if splits else B

@@ -2,8 +2,8 @@
 
 Each line is a rank and each cell an action: `2F0` is stage 2, forward, microbatch 0. An empty cell
 is idle time. Overlapped actions such as `(2F1;5B0)OVERLAP_F_B` are read one after the other. Cells
-with communication (sends, receives, gathers, reductions) are ignored, because parallel3d derives
-communication from the compute actions.
+with communication (SEND, RECV, UNSHARD, RESHARD, REDUCE_GRAD) are ignored, because parallel3d
+derives communication from the compute actions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def load_schedule(path: Path) -> Schedule:
         path: File in the format of `to_csv`, or a compute schedule of torch.distributed.pipelining.
 
     Returns:
-        Schedule named after the path. Placement and number of microbatches follow from the actions.
+        Schedule named `str(path)`. Placement and number of microbatches follow from the actions.
 
     Raises:
         ScheduleError: The file cannot be read, or the schedule is wrong.

@@ -40,7 +40,7 @@ class StagesPerRank:
 
     least: int = 1
     most: int | None = 1  # None: unlimited
-    usual: int = 1
+    usual: int = 1  # Number to use by default.
     # True if the second half of the stages is placed on the ranks in reverse order.
     v_shaped: bool = False
 
@@ -62,7 +62,8 @@ class ScheduleTraits:
     # Takes (pp, rank, microbatches, stages per rank). Returns the actions of the rank.
     builder: Callable[[int, int, int, int], Actions]
     stages: StagesPerRank = StagesPerRank()
-    # Forward actions before forward and backward alternate. None: the builder does not alternate.
+    # Forward actions before forward and backward alternate. None: they do not, or backward passes
+    # are split.
     warm_up: WarmUp | None = None
     # True if the idle time is (p - 1) / v of a rank's work on one microbatch (arXiv 2104.04473,
     # section 2.2).

@@ -1,7 +1,7 @@
 """Pipeline schedule as plain data: the actions of each pipeline rank, in order. No torch here.
 
-The runtime executes a schedule and the simulator times it. Sends and receives are not part of it.
-They follow from the placement of the stages.
+The runtime executes a schedule and the simulator times it. It does not contain sends and receives,
+which follow from the placement of the stages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 from parallel3d.errors import ScheduleError
 
 RECEIVES_AHEAD = 2  # Receives posted ahead of the one that is waited for, per source rank.
-# Sends to each rank before the oldest is waited for.
+# Number of tensors that can be in flight to a rank. Another send first waits for the oldest.
 SENDS_KEPT = 4
 
 
@@ -37,8 +37,8 @@ class Kind(StrEnum):
 class Action(NamedTuple):
     """One stage's work on one microbatch, written `2F0`: stage 2, forward, microbatch 0.
 
-    A named tuple, because schedules have hundreds of thousands of actions. A frozen dataclass takes
-    5 times as long to create and 3 times as long to hash.
+    A named tuple, because a schedule can have hundreds of thousands, and a frozen dataclass takes 5
+    times as long to create.
     """
 
     stage: int
@@ -89,15 +89,15 @@ class Schedule:
 
     @cached_property
     def _takers(self) -> dict[int, Action]:
-        """Maps each slot to the action that consumes its content."""
+        """Maps the slot of each result to the action that consumes it."""
         return {self.slots(action)[0]: action for action in chain.from_iterable(self.ranks)}
 
     def feeds(self, action: Action) -> Action | None:
         """Returns the action that consumes the result of `action`.
 
         It is the forward pass of the next stage, or the backward pass (full or first half) of the
-        previous stage. None at the ends of the pipeline and for weight gradients, which no other
-        stage needs.
+        previous stage. None for the last stage's forward pass, the first stage's backward pass, and
+        weight gradients.
         """
         return self._takers.get(self.slots(action)[1])
 
@@ -139,7 +139,7 @@ class Schedule:
             gradient = (1 + stages + stage) * count
             found[stage, Kind.FORWARD] = (output - count, output)
             found[stage, Kind.BACKWARD] = found[stage, Kind.INPUT] = (gradient + count, gradient)
-            # It needs only the first half of its backward pass, an earlier action of the same rank.
+            # Depends only on an earlier action of its rank, so its input slot is always full.
             found[stage, Kind.WEIGHT] = (0, (2 + 2 * stages) * count)
         return found
 
@@ -148,11 +148,10 @@ class Schedule:
         return (3 + 2 * self.stages) * self.microbatches
 
     def in_order(self) -> Iterator[tuple[int, Action, int, int]]:
-        """Yields (rank, action, input slot, output slot) in an order that respects all
-        dependencies.
+        """Yields (rank, action, input slot, output slot), each action after those it depends on.
 
-        Raises ScheduleError if the ranks wait for each other. The error names the action of each
-        rank and its missing input.
+        Raises ScheduleError if ranks wait for each other. The error names the next action of each
+        such rank and the action that it waits for.
         """
         given = b"\1" * self.microbatches
         there = bytearray(given + bytes(2 * self.stages * self.microbatches) + given + given)
@@ -184,15 +183,15 @@ class Schedule:
 
     @cached_property
     def _postable(self) -> dict[int, Mapping[Action, int]]:
-        """Cache of `postable_after`, by rank."""
+        """Cache of `postable_after`, keyed by rank."""
         return {}
 
     def postable_after(self, rank: int) -> Mapping[Action, int]:
-        """Returns how many actions of `rank` must be issued before a receive can be posted.
+        """Returns how many actions of `rank` must be issued before each receive can be posted.
 
-        The count is given for each action of the rank. It covers all of the rank's own actions that
-        the received data depends on, directly or through other ranks. A receive that is posted
-        earlier can deadlock on a device that processes its queue in order. The result is cached.
+        A receive is keyed by the action that consumes it. The counted actions are those on which
+        the received data depends. A receive that is posted earlier can deadlock on a device that
+        processes its queue in order.
         """
         if rank not in self._postable:
             found = {}
@@ -212,9 +211,10 @@ class Schedule:
         return self._postable[rank]
 
     def first_of_each_kind(self, rank: int) -> Schedule:
-        """Returns a schedule with few microbatches that keeps each kind of action of a rank.
+        """Returns the schedule reduced to the microbatches that a warm-up of `rank` needs.
 
-        The warm-up runs it. A stage can have both full and split backward passes.
+        They include the first action of each stage and kind. There can be several, because a stage
+        can have both full and split backward passes.
         """
         # Iterating in reverse keeps the earliest microbatch.
         first = {(stage, kind): m for stage, kind, m in reversed(self.ranks[rank])}
@@ -241,10 +241,7 @@ class Schedule:
 
 
 def peak_live(actions: Iterable[Action]) -> int:
-    """Returns the largest number of forward actions of a rank that await their backward pass.
-
-    If the backward pass is split, they await its second half.
-    """
+    """Returns the peak number of a rank's microbatches that await their backward action, B or W."""
     change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.INPUT: 0, Kind.WEIGHT: -1}
     changes = [change[action.kind] for action in actions]
     return max(accumulate(changes, initial=0))

@@ -20,9 +20,9 @@ def zb_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """Runs ZB-V (Qi et al. 2024, arXiv 2405.15362; 2023, arXiv 2401.10241, section 6).
 
     The order equals ScheduleZBVZeroBubble of torch.distributed.pipelining. If F, I and W are equal,
-    no rank is idle between its first and last action. At most 2 p forwards of a stage are live, the
-    same memory as 1F1B. Rank r starts r steps late, so the bubble is (p - 1) / (6 m + p - 1) for m
-    >= 2 p - 1. For unequal times, an order that is optimized for them is faster.
+    no rank is idle between its first and last action. At most 2 p forwards are live, each of half a
+    rank's share, the same memory as 1F1B. Rank r starts r steps late, so the bubble is (p - 1) /
+    (6 m + p - 1) for m >= 2 p - 1. For unequal times, an order optimized for them can be faster.
     """
     down = rank
     up = 2 * pp - 1 - rank
@@ -43,13 +43,13 @@ def zb_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
 def dualpipe_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """Runs DualPipe-V (DeepSeek-AI 2024, arXiv 2412.19437, section 3.2.1).
 
-    It is the halved form with the eight steps of github.com/deepseek-ai/DualPipe. Forward actions
-    of one direction are paired with backward actions of the other, so that a rank can overlap
-    communication of one with compute of the other. 2 p + 1 forwards are live.
+    The order follows the eight steps of DualPipeV in github.com/deepseek-ai/DualPipe. Forward
+    actions of one direction are paired with backward actions of the other, so that a rank can
+    overlap communication of one with compute of the other. At most 2 p + 1 forwards are live.
 
     Each rank is idle for (p - 1) (F&B + B - 3 W), with F&B the time of a pair. If the actions of a
-    pair run one after the other, as in this order, it is (p - 1) (F + I - W) for I <= F. Fewer than
-    2 p microbatches leave gaps.
+    pair run one after the other, as in this order, it is (p - 1) (F + I - W) for I <= F. With
+    fewer than 2 p microbatches, ranks are idle for longer.
     """
     down = rank
     up = 2 * pp - 1 - rank
@@ -62,7 +62,7 @@ def dualpipe_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Ac
     work += [(up, B), (up, F), (down, B)] * behind
     tail = [up, down] * (rank + 1)
     work += [(stage, B) for stage in tail[: rank + 1]]
-    split = tail[rank + 1 :] + [down] * behind  # Their W fill the ramp-down.
+    split = tail[rank + 1 :] + [down] * behind  # The W of these stages fill the ramp-down.
     work += [(stage, I) for stage in tail[rank + 1 :]]
     for stage in split[:behind]:
         work += [(stage, W), (down, I)]
@@ -71,7 +71,7 @@ def dualpipe_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Ac
 
 
 def _with_microbatches(work: list[tuple[int, Kind]], microbatches: int) -> Actions:
-    """Assigns microbatches to a rank's work.
+    """Assigns microbatches to a rank's work and omits actions of surplus microbatches.
 
     Each F takes the next microbatch of its stage, as does each I or B. Each W takes the oldest
     microbatch whose I has no W yet.

@@ -32,7 +32,7 @@ from parallel3d.shared_memory.segment import (
 )
 from parallel3d.torch_private import timeout_of
 
-WAITS_FOR_RANKS = True  # Read by parallel3d.watch.heartbeat.
+WAITS_FOR_RANKS = True  # Makes parallel3d.watch.heartbeat count a rank as waiting in this module.
 
 SLOT_BYTES = 2**20
 SLOTS = 4
@@ -46,8 +46,8 @@ _EXCHANGES: WeakKeyDictionary[dist.ProcessGroup, SharedExchange | None] = WeakKe
 def exchange_of(group: dist.ProcessGroup) -> SharedExchange | None:
     """Returns the exchange of a group, or None if its ranks cannot share memory.
 
-    All ranks of the group must make the first call together. The result is None on all ranks if
-    they are on several hosts, if shared memory is not available, or for torch's "fake" backend.
+    The first call is collective over the group. The result is None on all ranks if they are on
+    several hosts, if any of them lacks shared memory, or for torch's "fake" backend.
     """
     if group not in _EXCHANGES:
         _EXCHANGES[group] = None if dist.get_backend(group) == "fake" else _open_exchange(group)
@@ -70,28 +70,28 @@ def _open_exchange(group: dist.ProcessGroup) -> SharedExchange | None:
         folders = [path for host, path in offers if path and host == offers[0][0]]
         if len(folders) == size:
             exchange = SharedExchange(folders, rank, ref(group))
-        dist.barrier(group)  # All ranks have opened the files, which are removed next.
+        dist.barrier(group)  # Wait until all ranks have opened the files, which are removed next.
     return exchange
 
 
 class SharedExchange:
     """The slots of all ranks of a group, and the pipes between them.
 
-    Every rank starts the same exchanges in the same order. `folders[r]` has the segment of rank r.
+    All ranks must start the same exchanges in the same order. `folders[r]` has rank r's segment.
     """
 
     def __init__(self, folders: list[Path], rank: int, group: ref[dist.ProcessGroup]) -> None:
         self._segments = [Segment(folder) for folder in folders]
         self._rank = rank
         # Open the read ends first, because opening a write end waits for a reader. A pipe whose
-        # writer ended reads as empty, so peers notice a dead process.
+        # writer ended returns end-of-file, so peers notice a dead process.
         own = self._segments[rank]
         mode = os.O_RDONLY | os.O_NONBLOCK
         others = [other for other in range(len(folders)) if other != rank]
         self._hears = {other: own.open_pipe(str(other), mode) for other in others}
         self._tells = [self._segments[each].open_pipe(str(rank), os.O_WRONLY) for each in others]
         self._views: dict[tuple[int, torch.dtype, torch.Size], list[Tensor]] = {}
-        self._group = group  # Kept, because its timeout may change later.
+        self._group = group  # For its timeout, which may change later.
         self._opened = 0
         self._finished = 0
 
@@ -99,8 +99,8 @@ class SharedExchange:
         """Writes `x` to this rank's slot and notifies the other ranks. `x` must be contiguous and
         have at most SLOT_BYTES.
 
-        The result is a function that waits and returns the tensors of all ranks in rank order. They
-        stay valid until two exchanges later.
+        Returns a function that waits for all ranks and returns their tensors in rank order. They
+        stay valid until the second `start` after this one. At most IN_FLIGHT exchanges can be open.
         """
         assert self._opened - self._finished < IN_FLIGHT, "no slot is free"
         slot = self._opened % SLOTS

@@ -5,7 +5,7 @@ work of a small stage. Here the sender copies a message into the ring and writes
 digest of its shapes into a pipe. The receiver sleeps on that pipe, copies the message, and returns
 a byte that frees the memory.
 
-A sender never blocks. A message that does not fit waits in the sender's queue until the rank sends,
+A sender never blocks. A message that does not fit stays in the sender's queue until the rank sends,
 receives or waits again.
 """
 
@@ -21,14 +21,14 @@ from torch import Tensor
 
 from parallel3d.shared_memory.segment import PeerLostError, Segment, read_pipe, reserve
 
-WAITS_FOR_RANKS = True  # Read by parallel3d.watch.heartbeat.
+WAITS_FOR_RANKS = True  # Makes parallel3d.watch.heartbeat count a rank as waiting in this module.
 
 RING_BYTES = 4 * 2**20
 # Larger messages go through the backend, which copies in the background.
 LARGEST_BYTES = RING_BYTES // 4
-ALIGNMENT = 64  # Bytes, for each tensor in a message.
+ALIGNMENT = 64  # Alignment in bytes of each tensor in a message.
 _HEADER = struct.Struct("<II")  # Digest, and start of the message in the ring.
-# Headers fill at most one page, the smallest pipe, so that a write never blocks.
+# The headers must fit into one page, the smallest pipe, so that a write never blocks.
 _MOST_IN_RING = 4096 // _HEADER.size
 _HEADERS = "headers"
 _CREDITS = "credits"
@@ -56,8 +56,8 @@ class Outgoing(_RingEnd):
         self._headers = self.open_pipe(_HEADERS, os.O_WRONLY)
         self.credits = self.open_pipe(_CREDITS, os.O_RDONLY | os.O_NONBLOCK)
         self._queue: deque[tuple[int, Sequence[Tensor]]] = deque()
-        self._in_ring: deque[int] = deque()  # Bytes of each message in the ring, in order.
-        self._next = 0  # Start of the next message.
+        self._in_ring: deque[int] = deque()  # Bytes of each message in the ring, oldest first.
+        self._next = 0  # Byte in the ring at which the next message starts.
 
     @property
     def is_waiting(self) -> bool:
@@ -70,7 +70,7 @@ class Outgoing(_RingEnd):
         self.flush()
 
     def flush(self) -> None:
-        """Sends queued messages that fit. Raises PeerLostError if the receiver died."""
+        """Sends the queued messages that fit into the ring. Raises PeerLostError."""
         if self._in_ring:
             for _ in read_pipe(self.credits, _MOST_IN_RING, self._peer):
                 self._in_ring.popleft()
@@ -81,7 +81,7 @@ class Outgoing(_RingEnd):
                 self._next = 0  # Reusing the same memory keeps it in cache.
             start = self._next
             taken = size
-            if start + size > RING_BYTES:  # A message is contiguous.
+            if start + size > RING_BYTES:  # Messages are contiguous: skip the rest of the ring.
                 start, taken = 0, size + RING_BYTES - start
             if sum(self._in_ring) + taken > RING_BYTES:
                 return
@@ -118,7 +118,8 @@ class Incoming(_RingEnd):
         Raises PeerLostError if the sender died.
         """
         if not self._unread:
-            # Read all headers, because a pipe reuses the start of a page only once it is empty.
+            # Read all headers. A pipe reuses a page only once it is empty, so a partly read page
+            # could make the sender block.
             headers = read_pipe(self.headers, _HEADER.size * _MOST_IN_RING, self._peer)
             self._unread.extend(_HEADER.iter_unpack(headers))
         if not self._unread:
@@ -127,7 +128,7 @@ class Incoming(_RingEnd):
         return digest
 
     def read(self, into: Sequence[Tensor]) -> None:
-        """Copies the message into tensors of the sent shapes, and frees its memory in the ring."""
+        """Copies the message that `poll` found into tensors of its shapes, and frees its memory."""
         for tensor, place in self._places(self._start, into):
             tensor.copy_(place)
         os.write(self._credits, b"\0")

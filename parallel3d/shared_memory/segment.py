@@ -2,8 +2,8 @@
 
 A segment is a folder with one file and some named pipes. One process reserves it, others open it,
 and then the folder is removed. Open files stay usable, and nothing is left behind however the
-processes end. A pipe whose other end was closed reads as empty, so waiting processes notice the end
-of a peer.
+processes end. A pipe whose write end was closed returns end-of-file, so waiting processes notice
+the end of a peer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-WAITS_FOR_RANKS = True  # Read by parallel3d.watch.heartbeat.
+WAITS_FOR_RANKS = True  # Makes parallel3d.watch.heartbeat count a rank as waiting in this module.
 
 MEMORY_FOLDER = Path("/dev/shm")  # A file system in memory.
 _MEMORY = "memory"
@@ -27,8 +27,7 @@ _MEMORY = "memory"
 
 @contextmanager
 def own_folder(device_type: str) -> Iterator[Path | None]:
-    """Context manager that creates a folder for segments in shared memory, and removes it
-    afterwards.
+    """Context manager that creates a folder for segments in shared memory and removes it on exit.
 
     By then all other processes must have opened their files. Yields None for devices other than
     CPUs, and if shared memory is full, read-only or missing.
