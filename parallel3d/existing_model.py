@@ -407,11 +407,21 @@ def _construct_by_class(model_class: type[nn.Module], config: ModelConfig) -> nn
     """Returns an instance of a user's class.
 
     If the first parameter of the constructor is annotated with a dataclass, it gets that dataclass
-    with the fields `model.options`. Otherwise the options are keyword arguments.
+    with the fields `model.options`. Otherwise the options are keyword arguments. Raises ConfigError
+    if they do not fit the constructor.
     """
     parameters = [*signature(model_class).parameters]
-    hints = get_type_hints(model_class.__init__)
+    try:
+        hints = get_type_hints(model_class.__init__)
+    except NameError:  # A hint is imported for type checkers only.
+        hints = {}
     owner: Any = hints.get(parameters[0]) if parameters else None
     if isinstance(owner, type) and is_dataclass(owner):
         return model_class(read_options(owner, config.options))
+    try:
+        signature(model_class).bind(**config.options)
+    except TypeError as error:
+        raise ConfigError(
+            f"model.options: {error}; {model_class.__name__} takes {', '.join(parameters)}"
+        ) from error
     return model_class(**config.options)

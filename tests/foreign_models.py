@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass
@@ -105,7 +109,9 @@ class Grouped(nn.Module):
 
 
 class GroupedDecoder(nn.Module):
-    def __init__(self, vocab: int, hidden: int, heads: int, blocks: int) -> None:
+    def __init__(
+        self, vocab: int, hidden: int, heads: int, blocks: int, names: Sequence[str] = ()
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, hidden)
         self.blocks = nn.ModuleList([Grouped(hidden, heads) for _ in range(blocks)])

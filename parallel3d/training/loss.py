@@ -103,10 +103,11 @@ class MeanLoss:
         is_padded = self._split_head is not None and width == self._split_head.padded_width
         is_split = width == largest or is_padded
         if not is_split and width != self._vocab:
+            widths = " or ".join(f"{each}" for each in sorted({largest, self._vocab}))
             raise ConfigError(
                 f"model.architecture = {self._recipe.model.architecture}: returns "
                 f"{width} logits per token; with model.vocab = {self._vocab} and parallel.tp = "
-                f"{self._tp.size} it must return {largest} or {self._vocab}; try the head "
+                f"{self._tp.size} it must return {widths}; try the head "
                 "VocabParallelHead(config.hidden, config.vocab, tp=placement)"
             )
         return is_split

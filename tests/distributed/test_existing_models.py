@@ -270,6 +270,9 @@ def test_imported_weights_are_exported_bitwise(
 
 
 REFUSED: dict[str, tuple[ModelConfig, dict[str, Any], str]] = {
+    "no option": (replace(GROUPED, options={"vocab": 128}), {}, "missing a required argument"),
+    "wrong option": (replace(GROUPED, options={**GROUPED.options, "width": 2}), {}, "'width'"),
+    "no stages": (replace(NANO, stages=None), {}, "name the modules of NanoGPT"),
     "dropout": (replace(NANO, options={"dropout": 0.1}), {}, "drop: has dropout 0.1"),
     "blocks": (replace(NANO, layers=4), {}, "model.layers = 4: h has 3 blocks"),
     "no rules": (replace(NANO, tp_rules=()), {"tp": 2}, "model.tp_rules: none are set"),
