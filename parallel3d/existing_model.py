@@ -343,14 +343,10 @@ def _values(construct: Constructor, seed: int) -> dict[str, Tensor]:
 @contextmanager
 def _seeded(generator: torch.Generator | None) -> Iterator[None]:
     """Seeds torch's CPU generator in the `with` block, and restores its state afterwards."""
-    own = torch.default_generator
-    before = own.get_state()
-    if generator is not None:
-        own.manual_seed(generator.initial_seed())
-    try:
+    with torch.random.fork_rng(devices=[]):
+        if generator is not None:
+            torch.default_generator.manual_seed(generator.initial_seed())
         yield
-    finally:
-        own.set_state(before)
 
 
 def construct_hugging_face(config: ModelConfig) -> nn.Module:
