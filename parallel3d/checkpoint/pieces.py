@@ -45,7 +45,7 @@ class WrittenShard:
 
 
 def write_shard(folder: Path, rank: int, parts: Sequence[tuple[WriteItem, Tensor]]) -> WrittenShard:
-    """Writes and syncs the file of a rank, unless it has no parts. Raises OSError."""
+    """Writes and syncs the file of a rank, unless it has no parts."""
     if not parts:
         return WrittenShard({}, [])
     name = f"__{rank}_0.distcp"

@@ -58,7 +58,7 @@ class Saver(AbstractContextManager["Saver"]):
             # Otherwise the group would use torch's default timeout.
             wait = timeout_of(dist.group.WORLD, torch.device("cpu"))
             self._group = dist.new_group(backend="gloo", group_desc="saves", timeout=wait)
-        # Host memory for this rank's parts, pinned if they are on a GPU.
+        # Host memory for this rank's parts, pinned if the parts are on a GPU.
         self._buffers: list[Tensor] = []
         self._under_way: _SaveUnderWay | None = None
         # Which rank wrote what in the previous save. Reused while the state has the same form.

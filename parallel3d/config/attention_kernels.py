@@ -33,10 +33,11 @@ from typing import Literal
 
 from parallel3d.config.recipe import Recipe
 
+# cpu: the fused kernel of CPUs. scores: attention with dropout, which the layer computes itself.
 KernelName = Literal["cpu", "flash", "cudnn", "efficient", "varlen", "math", "scores"]
 
-# Maximum memory for the scores of one attention on a GPU: a tenth of an 80 GB device. 32 heads
-# reach it at 4,730 tokens with `math`, and at 2,896 with dropout.
+# Maximum memory for the attention scores of one block and microbatch on a GPU: a tenth of an 80 GB
+# device. 32 heads reach it at 4,730 tokens with `math`, and at 2,896 with dropout.
 MOST_SCORE_BYTES = 8 * 2**30
 
 _HASH_BYTES = 24  # Bytes per element for the random numbers of dropout: three int64.
@@ -44,8 +45,8 @@ _HASH_BYTES = 24  # Bytes per element for the random numbers of dropout: three i
 
 @dataclass(frozen=True)
 class AttentionDevice:
-    """Properties of a device and its software that select the kernel. The defaults are those of an
-    A100."""
+    """Properties of a device and its software that select the kernel. The defaults describe an A100
+    with torch 2.13."""
 
     type: str  # type of the torch.device
     capability: tuple[int, int] = (8, 0)  # CUDA compute capability; not used on other devices
@@ -58,7 +59,7 @@ class AttentionDevice:
 class AttentionCall:
     """Properties of an attention call that select the kernel."""
 
-    item_bytes: int  # 8, 4 or 2
+    item_bytes: int  # bytes of an element: 8, 4 or 2
     is_bf16: bool = False
     head_dim: int
     is_grouped: bool = False  # fewer key-value heads than query heads
@@ -71,7 +72,7 @@ class AttentionCall:
 
 @dataclass(frozen=True)
 class AttentionKernel:
-    """The kernel of a call, and its memory that grows with the square of the sequence length.
+    """Kernel selected for a call, and the memory that grows with the square of `seq_len`.
 
     Score bytes are per query, key and head. Mask bytes are per query and key. All are 0 for a
     kernel with linear memory."""
@@ -81,7 +82,7 @@ class AttentionKernel:
     in_pieces: bool = False  # one call per document
     kept_bytes: int = 0  # per score, saved for the backward pass
     forward_bytes: int = 0  # per score, in addition, at the peak of the forward pass
-    backward_bytes: int = 0
+    backward_bytes: int = 0  # the same for the backward pass
     mask_bytes: int = 0
 
     @property
@@ -93,12 +94,13 @@ class AttentionKernel:
 def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionKernel:
     """Returns the kernel that computes a call on a device."""
     item = call.item_bytes
-    # The layer computes dropout itself, because masks of torch's kernels depend on the layout.
+    # The layer computes dropout itself, because the dropout masks of torch's kernels depend on the
+    # parallel layout.
     if call.has_dropout:
         wide = max(item, 4)
-        # The backward pass needs the softmax, one byte of mask, and the dropped probabilities. The
-        # last two do not exist yet while the mask is drawn. The scores do, and the softmax in the
-        # dtype of the values.
+        # Saved for the backward pass: softmax, mask (1 byte) and probabilities after dropout. The
+        # forward pass peaks while the mask is drawn, when the last two do not exist yet. But the
+        # random numbers, the scores and the softmax cast to the dtype of the values do.
         casted = item if item < wide else 0
         return AttentionKernel(
             "scores",
@@ -178,8 +180,8 @@ def kernel_of_recipe(recipe: Recipe, device: AttentionDevice) -> AttentionKernel
 
 
 def attention_errors(recipe: Recipe, device: AttentionDevice) -> list[str]:
-    """Returns an error line if the attention scores of a block need more than `MOST_SCORE_BYTES` on
-    a GPU such as `device`."""
+    """Returns an error line if attention scores and masks of a block need more than
+    `MOST_SCORE_BYTES` for a microbatch on `device`. CPUs have no limit."""
     kernel = kernel_of_recipe(recipe, device)
     train = recipe.train
     parallel = recipe.parallel

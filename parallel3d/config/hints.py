@@ -78,8 +78,8 @@ for _key, _names in _OTHER_NAMES.items():
 
 
 def advice_on(name: str, known: Collection[str]) -> str:
-    """Returns advice for an unknown key: the key that was probably meant, or all `known` keys of
-    its section."""
+    """Returns advice on an unknown key: a hint from `_HINTS`, the key that was probably meant, or
+    all `known` keys of its section."""
     name = re.sub(r"\[\d+]", "", name)
     section, _, leaf = name.rpartition(".")
     leaf = leaf.lower().replace("-", "_")

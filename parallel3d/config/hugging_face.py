@@ -81,7 +81,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """Reads a `config.json`. Raises ConfigError if it is not a readable JSON object."""
+    """Reads a `config.json`. Raises ConfigError if it is not a readable JSON object, or a length or
+    window in it is not an integer of at least 0."""
     try:
         config = json.loads(read_short(path, "a config.json is a short JSON file"))
         if not isinstance(config, dict):
@@ -145,10 +146,10 @@ def with_sizes(model: ModelConfig, **sizes: Any) -> ModelConfig:
 def from_hugging_face(
     config: Mapping[str, Any], path: Path, *, others: Iterable[str] = ()
 ) -> ModelConfig:
-    """Returns the model section for the keys of the `config.json` at `path`, without a name.
+    """Converts `config`, the content of the file at `path`, to a model section without a name.
 
-    Raises ConfigError if the model family is not supported or sizes contradict each other. `others`
-    are further families that the caller supports, for the error message."""
+    Raises ConfigError if the model family is not supported, or if sizes are missing, out of range
+    or contradictory. `others` are further families that the caller supports, for the error."""
     kind = str(config.get("model_type", "(not given)"))
     experts = [f" with {key} = {shown(config[key])}" for key in _EXPERTS if config.get(key)]
     if kind not in CLASSES or experts:
@@ -220,7 +221,7 @@ def check_model(model: ModelConfig, where: str) -> None:
 
 def family_of(model: ModelConfig) -> str:
     """Returns the `model_type` of the Hugging Face family that can represent the model. Raises
-    ConfigError that names the key which no family supports.
+    ConfigError if no family supports the value of a key.
     """
     is_gpt = model.architecture == "gpt"
     faults = {
@@ -249,8 +250,8 @@ def to_hugging_face(
 ) -> dict[str, Any]:
     """Returns the config.json of a model.
 
-    `dtype` is the torch name of the dtype of its weights, `end_of_text` the ID of its end-of-text
-    token, and `seq_len` the sequence length of its training. `rope_theta` is written for both
+    `dtype` is the torch name of the weight dtype, `end_of_text` the ID of the end-of-text token,
+    and `seq_len` the training sequence length. `rope_theta` is written for both
     versions of transformers, because each assumes 10,000 if its own key is missing. Raises
     ConfigError if no model family supports the model."""
     family = family_of(model)

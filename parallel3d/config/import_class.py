@@ -59,10 +59,10 @@ def import_class(key: str, name: str, base: type[Any], base_name: str) -> Any:
 
 @contextmanager
 def _recipe_folders() -> Iterator[None]:
-    """Appends the folders of recipes and the current folder to sys.path.
+    """Context manager that appends the folders of recipes and the current folder to sys.path.
 
-    They come last, so that no file in them hides an installed module. torch is imported before,
-    because it tries to import optional modules."""
+    They come last, so that no file in them hides an installed module. torch is imported first,
+    because it tries to import optional modules, which must not be found there."""
     import_module("torch")
     added = [folder for folder in (*BESIDE_RECIPES, os.getcwd()) if folder not in sys.path]
     sys.path += added
@@ -75,8 +75,8 @@ def _recipe_folders() -> Iterator[None]:
 
 @contextmanager
 def naming_user_code(words: str) -> Iterator[None]:
-    """Converts an error of the user's module into a ConfigError with the traceback inside the
-    user's files. ConfigErrors pass unchanged."""
+    """Context manager that converts errors of the user's module into ConfigErrors, with the
+    traceback inside the user's files. ConfigErrors pass unchanged."""
     try:
         yield
     except ConfigError:

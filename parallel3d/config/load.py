@@ -65,7 +65,7 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
 
     Raises:
         ConfigError: The file cannot be read or the recipe breaks a rule. It has one line per
-            problem.
+            problem, for at most 5 problems.
 
     Example:
         >>> from pathlib import Path
@@ -121,8 +121,8 @@ def _add_sizes(model: dict[str, Any]) -> None:
 def read_options(owner: type[Any], options: Mapping[str, Any]) -> object:
     """Converts `model.options` into the options dataclass of your model class.
 
-    Its fields give names, types, ranges (`in_range`) and defaults. Raises ConfigError with one line
-    for each invalid option."""
+    Its fields give names, types, ranges (`in_range`) and defaults. Raises ConfigError if an
+    option is invalid."""
     model = make_dataclass("model", [("options", owner)])
     recipe = make_dataclass("recipe", [("model", model)])
     recipe.__pydantic_config__ = Recipe.__pydantic_config__  # type: ignore[attr-defined]
@@ -144,7 +144,7 @@ def _merge(settings: Iterable[Setting]) -> dict[str, Any]:
     tree = OmegaConf.create({"model": {}, "train": {}}, flags={"allow_objects": True})
     for setting in settings:
         if setting.value is None and setting.key in Recipe.__dataclass_fields__:
-            continue  # an empty section
+            continue  # An empty section keeps its defaults.
         try:
             OmegaConf.update(tree, setting.key, setting.value, merge=False, force_add=True)
         except (TypeError, ValueError) as error:

@@ -49,7 +49,7 @@ Seconds = Annotated[float, in_range(gt=0, le=10000000)]
 class RopeScaling:
     """Scaling of the rotary frequencies for a context longer than the pretraining context.
 
-    A key of the other `type` is refused unless it has its default."""
+    Keys that only the other `type` uses are refused unless they have their defaults."""
 
     # Formula of the scaling. llama3: that of Llama 3.1. yarn: YaRN (arXiv 2309.00071).
     type: Literal["llama3", "yarn"]
@@ -58,11 +58,12 @@ class RopeScaling:
     # Context length of the original model, in tokens.
     original_max_positions: int
     # llama3: frequencies with at most this many rotations in the original context are divided by
-    # `factor`.
+    # `factor`. Those between the bounds are blended.
     low_freq_factor: Positive = 1.0
     # llama3: frequencies with at least this many rotations in the original context stay unchanged.
     high_freq_factor: Positive = 4.0
-    # yarn: frequencies with more rotations in the original context than this stay unchanged.
+    # yarn: frequencies with more rotations in the original context than this stay unchanged. Those
+    # between the bounds are blended.
     beta_fast: Positive = 32.0
     # yarn: frequencies with fewer rotations in the original context than this are divided by
     # `factor`.
@@ -110,8 +111,8 @@ class StageNames:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Architecture and size of the transformer. Give `name`, or the sizes, or both: a size in the
-    recipe replaces the size in the shape card.
+    """Architecture and size of the transformer. Give `name`, or the sizes, or both: sizes in the
+    recipe override those of the shape card, unless `name` is set on the command line.
 
     Example:
         >>> config = parallel3d.ModelConfig(layers=2, hidden=64, heads=4, ffn_hidden=256, vocab=264)
@@ -180,7 +181,7 @@ class ModelConfig:
 
     @property
     def query_hidden(self) -> int:
-        """Size of all query heads together. It can differ from `hidden`."""
+        """Total size of all query heads. It can differ from `hidden`."""
         return self.heads * self.head_size
 
     def has_window(self, seq_len: int) -> bool:
@@ -199,8 +200,8 @@ class ModelConfig:
         )
 
     def part_costs(self, seq_len: int) -> PartCosts:
-        """Returns the costs of embedding, block and head. They decide how the model is split into
-        pipeline stages."""
+        """Returns the costs of embedding, block and head, used to balance the pipeline stages
+        unless `stage_boundaries` is set."""
         return PartCosts.of(
             block_weights=self.block_weights,
             hidden=self.hidden,
@@ -243,7 +244,8 @@ class ParallelConfig:
     # own part of the batch.
     dp_shard: Devices = 1
     # Number of tensor-parallel ranks. The matrices of each layer are split over them. It must
-    # divide model.heads and model.ffn_hidden.
+    # divide model.heads, model.ffn_hidden and, with `sequence_parallel`, train.seq_len. It must
+    # divide model.kv_heads or be a multiple of it.
     tp: Devices = 1
     # Number of pipeline stages on each pipeline rank. Interleaved schedules need at least 2.
     virtual_stages: Count = 1
@@ -253,7 +255,8 @@ class ParallelConfig:
     schedule: ScheduleName = "1f1b"
     microbatch_size: Count = 1  # Number of sequences in one forward pass of one data-parallel rank.
     # Strategy that says which of parameters, gradients and optimizer states are split over dp_shard
-    # (docs/reference/sharding.md). None: HYBRID_SHARD if dp_replicate > 1, else FULL_SHARD.
+    # (docs/reference/sharding.md). None: by `zero_stage`, else HYBRID_SHARD if dp_replicate > 1,
+    # else FULL_SHARD.
     sharding: ShardingName | None = None
     # ZeRO stage, as another way to choose `sharding`. None: `sharding` decides.
     zero_stage: Literal[0, 1, 2, 3] | None = None
@@ -272,17 +275,18 @@ class ParallelConfig:
     # Keep sharded parameters, gradients and optimizer states in CPU memory. A block's parameters
     # are on the GPU only while they are all-gathered.
     offload: bool = False
-    # NO_SHARD and SHARD_OPTIMIZER: minimum size in MiB of a bucket of gradients.
-    # None: 25 on CPUs, 100 on GPUs.
+    # NO_SHARD and SHARD_OPTIMIZER: minimum size of a gradient bucket in MiB. None: 25 on CPUs, 100
+    # on GPUs.
     bucket_mib: Positive | None = None
     # Split the sequence over the tensor-parallel ranks in norms, dropout and residual additions,
     # which saves activation memory.
     sequence_parallel: bool = False
-    # Activations that the backward pass recomputes instead of saving. selective: those inside
-    # attention. full: all of a block, whose input is saved. every_n: as full, for every
-    # `recompute_every`-th block.
+    # Activations that are recomputed in the backward pass instead of saved. selective: those inside
+    # attention. full: all of a block, except its input. every_n: as full, for every
+    # `recompute_every`-th block, beginning with the first.
     recompute: Recompute = "none"
-    # every_n: distance between recomputed blocks. Required with every_n, and only then.
+    # every_n: distance between recomputed blocks, at most model.layers. Required with every_n, and
+    # only then.
     recompute_every: Count | None = None
     # Set `dp_shard` from the number of workers that torchrun or srun started. The global batch
     # stays the same.
@@ -344,10 +348,11 @@ class TrainConfig:
     # Seed of the initial weights, the order of the data and dropout.
     seed: Index = 0
     # Dtypes of the run. fp32: float32. bf16, fp16: compute in 16 bits, with float32 weights and
-    # optimizer states. bf16_pure: everything in bfloat16.
+    # optimizer states. bf16_pure: all in bfloat16. optimizer.state_dtype and parallel.reduce_dtype
+    # override those of states and gradient reductions.
     precision: Precision = "fp32"
-    # Number of tokens whose logits are in memory at a time. None: all tokens of the microbatch, or
-    # chunks if their logits are large: 1 GiB on a CPU, 4 GiB on a GPU with 80 GB.
+    # Number of tokens whose logits are in memory at a time. None: all tokens of the microbatch,
+    # unless their logits take 1 GiB on a CPU, or 4 GiB on a GPU with 80 GB.
     loss_chunk_tokens: Count | None = None
     # Factor of the z-loss, the squared log of the softmax normalizer, in the training loss.
     # Validation losses do not include it.
@@ -360,14 +365,16 @@ class TrainConfig:
     # Maximum global gradient norm. Larger gradients are scaled down. None: no clipping.
     grad_clip: Positive | None = 1.0
     # Reaction to a loss or gradient norm that is not finite. stop: end the run. skip: leave out the
-    # update and continue.
+    # update and continue. With fp16, the loss scale is first lowered as far as 1.
     on_nonfinite: Literal["stop", "skip"] = "stop"
     # skip: number of consecutive steps that may be left out before the run ends.
     nonfinite_in_a_row: Count = 10
-    # Reaction to a spike of the loss or gradient norm. warn: log it. skip: leave out the update.
-    # rollback: return to a checkpoint and leave out the sequences around the spike.
+    # Reaction to a spike of the loss or gradient norm. warn: log the first of consecutive spikes.
+    # skip: leave out the update. rollback: as skip, but also return to an earlier checkpoint, if
+    # any, and leave out the sequences of the last `spike_steps` steps.
     on_spike: Literal["warn", "skip", "rollback"] = "warn"
-    # Number of previous finite steps that define a normal loss and gradient norm.
+    # Number of previous finite steps that define a normal loss and gradient norm. Detection starts
+    # after half of them.
     spike_window: Annotated[int, in_range(ge=4, le=10000)] = 128
     # Minimum distance of a spike from the median of the window, in robust standard deviations
     # (1.4826 times the median absolute deviation).
@@ -378,12 +385,13 @@ class TrainConfig:
     spike_norm_ratio: Ratio = 3.0
     # rollback: number of steps whose sequences are left out. The last of them is the spike.
     spike_steps: Count = 2
-    # Number of consecutive spikes that skip or rollback handles before the run ends.
+    # Number of consecutive spikes that skip or rollback handles before the run ends. rollback:
+    # spikes up to `spike_window` steps apart count as consecutive.
     spikes_in_a_row: Count = 5
-    # Number of steps between evaluations. None: no evaluation.
+    # Number of steps between evaluations. The last step is evaluated, too. None: no evaluation.
     eval_every: Count | None = None
-    # Number of validation sequences in each evaluation. It must be a multiple of dp_replicate x
-    # dp_shard x microbatch_size.
+    # Number of validation sequences in each evaluation. With `eval_every` it must be a multiple of
+    # dp_replicate x dp_shard x microbatch_size.
     eval_sequences: Size = 64
     # Classes that observe the run, each as package.module:Class (docs/how-to/train.md).
     callbacks: tuple[str, ...] = ()
@@ -420,9 +428,10 @@ class LossScaleConfig:
     It follows the rule of torch.amp.GradScaler. Other precisions do not use this section."""
 
     initial: Positive = 65536.0  # Loss scale of the first step.
-    # Factor on the scale after `interval` consecutive steps with finite gradients.
+    # Factor that multiplies the scale after `interval` consecutive steps with finite gradients, up
+    # to a scale of 2^127.
     growth: AboveOne = 2.0
-    # Factor on the scale after a step with gradients that are not finite.
+    # Factor that multiplies the scale after a step with gradients that are not finite.
     backoff: PositiveFraction = 0.5
     # Number of consecutive steps with finite gradients before the scale grows.
     interval: Count = 2000
@@ -432,7 +441,8 @@ class LossScaleConfig:
 class OptimizerConfig:
     """Optimizer and learning rate.
 
-    A key that the chosen optimizer or schedule does not use is refused unless it has its default.
+    Keys that the chosen optimizer does not use, and `decay_start` and `decay_shape` without wsd,
+    are refused unless they have their defaults.
     """
 
     # Update rule. muon: Muon for the matrices of the blocks, AdamW for all other parameters.
@@ -442,7 +452,7 @@ class OptimizerConfig:
     weight_decay: NonNegative = 0.1
     # Decay rates of the first and second moments, for adamw and the AdamW part of muon.
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
-    # Number that is added to the root of the second moment, for adamw and the AdamW part of muon.
+    # Epsilon that is added to the root of the second moment, for adamw and the AdamW part of muon.
     eps: Positive = 1e-8
     # Momentum of sgd and muon. None: 0.9 for sgd, 0.95 for muon.
     momentum: Fraction | None = None
@@ -461,11 +471,11 @@ class OptimizerConfig:
     # Dtype of the optimizer states (moments and momentum). None: the dtype of the weights that the
     # optimizer updates.
     state_dtype: Literal["fp32", "bf16"] | None = None
-    # Number of steps of the linear warmup from 0 to `lr`.
+    # Number of steps of the linear warmup from 0 to `lr`. Not used by range_test.
     warmup_steps: Index = 0
-    # Learning rate after the warmup. constant: stays at `lr`. linear, cosine: falls at once. wsd:
-    # stays at `lr` up to `decay_start`, then falls. range_test: rises by the same factor in each
-    # step (`parallel3d-train range-test`).
+    # Learning rate after the warmup. constant: stays at `lr`. linear, cosine: decays right after
+    # the warmup. wsd: stays at `lr` up to step `decay_start`, then decays. range_test: grows by a
+    # constant factor in each step (`parallel3d-train range-test`).
     schedule: Literal["constant", "linear", "cosine", "wsd", "range_test"] = "cosine"
     # wsd: last step at the peak learning rate. Required with wsd.
     decay_start: Count | None = None
@@ -521,7 +531,7 @@ class SourceConfig:
     """One corpus of a data mixture and its weight."""
 
     path: Text  # File, folder or prefix of the corpus, as in data.path.
-    # Share of the sequences drawn from this corpus, relative to the weights of the others.
+    # Relative number of sequences drawn from this corpus.
     weight: NonNegative = 1.0
     # Name of the corpus in logs and metrics. None: the last part of `path`.
     name: str | None = None
@@ -563,8 +573,8 @@ class SequenceRange:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Training data. All documents form one stream of tokens, which is cut into sequences. The
-    order of the sequences depends only on the seed."""
+    """Training data. All documents form one stream of tokens, which is cut into sequences. Their
+    order depends on the data and the seed, but not on the layout."""
 
     # Kind of the data. stdlib: the source code of the Python standard library. text: text files.
     # tokens: files of token IDs.
@@ -584,9 +594,10 @@ class DataConfig:
     # mask: it attends only to its own document, and positions start at 0 in each document.
     documents: Literal["join", "mask"] = "join"
     # Fraction of the data that is kept for validation: of the files, of the bytes of a single file,
-    # or of the documents of Megatron's files. A folder of tokens has its own validation part.
+    # or of the documents of Megatron's files, at least one. A folder of tokens has its own
+    # validation part.
     validation_fraction: PositiveFraction = 0.05
-    # Token IDs that are excluded from the loss as labels, such as padding.
+    # Token IDs that do not count as labels in the loss, such as padding.
     ignore_token_ids: tuple[int, ...] = ()
     # Further evaluation sets, evaluated every train.eval_every steps.
     evaluation: tuple[EvaluationConfig, ...] = ()
@@ -594,7 +605,7 @@ class DataConfig:
     sources: tuple[SourceConfig, ...] = ()
     # Changes of the weights of `sources` during the run, in the order of their steps.
     stages: tuple[WeightsConfig, ...] = ()
-    # Ranges of sequences that the run leaves out. The sequences after them move up.
+    # Ranges of sequences that the run leaves out. Later sequences take their place.
     skip: tuple[SequenceRange, ...] = ()
 
     @property
@@ -609,22 +620,25 @@ class DataConfig:
 class CheckpointConfig:
     """Saving and resuming. Checkpoints are in run_dir/checkpoints. They resume in any layout."""
 
-    # Number of steps between checkpoints. The last step is also saved. None: no checkpoints.
+    # Number of steps between checkpoints. The last step and a run that a signal stops are saved,
+    # too. None: no checkpoints.
     every: Count | None = None
     keep: Count = 2  # Number of newest checkpoints to keep.
     # Keep all checkpoints whose step is a multiple of this number, which must be a multiple of
-    # `every`. None: keep none of them.
+    # `every`. None: keep none for this reason.
     keep_every: Count | None = None
     # Number of checkpoints with the lowest validation losses to keep, in addition to `keep`.
     keep_best: Index = 0
-    # Copy the state to host memory and write it while training continues.
+    # Copy the state to host memory and write it while training continues. The run waits for the
+    # last save.
     in_background: bool = False
-    # Reaction to a save that fails. stop: end the run. warn: log it and train on to the next save.
+    # Reaction to a save that fails. stop: end the run. warn: log it and train on, unless it is the
+    # last save or exceeds `grace_s`.
     on_error: Literal["stop", "warn"] = "stop"
     # Time limit in seconds for the save after SIGTERM, SIGHUP or Ctrl-C. None: no limit.
     grace_s: Positive | None = None
-    # Checkpoint to resume. none: start a new run. auto: the newest complete one in run_dir. Else
-    # the path of a checkpoint.
+    # Checkpoint to resume. none: start a new run. auto: the newest complete one in run_dir, if any.
+    # Else the path of a checkpoint.
     resume: Text = "none"
     # Allow resuming even if the training data differs from that of the checkpoint.
     allow_other_data: bool = False
@@ -640,7 +654,9 @@ class CheckpointConfig:
 class LoggingConfig:
     """Log lines, metrics, profiles and dashboards."""
 
-    every: Count = 10  # Number of steps between log lines, which are also in metrics.jsonl.
+    # Number of steps between log lines, which are also in metrics.jsonl. The first, the last and
+    # evaluated steps are logged, too.
+    every: Count = 10
     # Peak dense TFLOP/s of one device, for the computation of MFU. None: looked up by the name of
     # the GPU.
     peak_tflops: Positive | None = None
@@ -705,7 +721,7 @@ class Recipe:
         (200, 2, 4)
     """
 
-    # pydantic applies this to all sections.
+    # pydantic refuses unknown keys and non-finite numbers in all sections.
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}
 
     # Architecture and size of the transformer.
@@ -746,7 +762,8 @@ class Recipe:
 
     @property
     def of_one_replica(self) -> Recipe:
-        """Recipe for one replica of local SGD: one replica, with its share of the batch."""
+        """Recipe that one replica of local SGD runs, with `dp_replicate` 1 and its share of the
+        full batch size."""
         share = self.train.global_batch_size // self.parallel.dp_replicate
         alone = replace(self.parallel, dp_replicate=1)
         return replace(self, parallel=alone, train=replace(self.train, global_batch_size=share))

@@ -47,14 +47,15 @@ _INSIDE_A_REPLICA = {hybrid: strategy for strategy, hybrid in HYBRID_OF.items()}
 
 
 def validate(recipe: Recipe) -> None:
-    """Raises one `ConfigError` with a line for each range and each rule that `recipe` violates."""
+    """Checks the ranges of `recipe` and then the rules between keys. Raises one `ConfigError` for
+    the first of these two checks that fails."""
     refuse(range_errors(recipe))
     check_rules(recipe)
 
 
 def check_rules(recipe: Recipe) -> None:
-    """Raises one `ConfigError` with a line for each rule between keys that `recipe` violates.
-    Ranges must have been checked before."""
+    """Raises one `ConfigError` for all rules between keys that `recipe` violates, of which it lists
+    the first 5. Ranges must have been checked before."""
     checks = (
         unread_errors,
         model_errors,
@@ -92,9 +93,9 @@ def refuse(problems: list[str]) -> None:
 def fit_to_workers(recipe: Recipe, workers: int) -> Recipe:
     """Adapts the recipe to the number of workers that the launcher has started.
 
-    With `parallel.elastic` only dp_shard changes. The global batch stays the same, so losses agree
-    to rounding. Raises ConfigError with the numbers of workers that would fit if the layout needs
-    another number."""
+    With `parallel.elastic`, only dp_shard changes. The global batch stays the same, so losses agree
+    to rounding. Raises ConfigError if no dp_shard fits, or if the layout needs a different number
+    of workers and is not elastic."""
     parallel = recipe.parallel
     train = recipe.train
     if workers == parallel.world_size:
@@ -210,8 +211,8 @@ def offload_errors(recipe: Recipe) -> Iterator[str]:
 
 @rule
 def train_errors(recipe: Recipe) -> Iterator[str]:
-    """Yields an error line for each violated rule of the length of the run, the learning rate,
-    evaluations and samples."""
+    """Yields an error line for each violated rule of the learning rate, evaluation sets, rollbacks
+    and samples."""
     train = recipe.train
     optimizer = recipe.optimizer
     end = "train.steps" if optimizer.decay_steps is None else "optimizer.decay_steps"

@@ -35,7 +35,7 @@ _WORDS = {
 
 
 class Key(NamedTuple):
-    """Type of a key, without None and its range, and its default."""
+    """Type and default of a key. The type does not include None or the range."""
 
     hint: Any
     default: Any
@@ -51,7 +51,7 @@ class Key(NamedTuple):
 
 @cache
 def keys_of(owner: Any, under: str = "") -> dict[str, Key]:
-    """Returns the keys of a dataclass and its sections by dotted names. Keys inside a list are
+    """Returns the keys of a dataclass and of its sections, by dotted name. Keys of list entries are
     named as if the list were a section."""
     hints = get_type_hints(owner)
     keys = {}
@@ -95,8 +95,8 @@ def read(
 ) -> tuple[Any, list[str]]:
     """Validates a tree of values as the dataclass `owner`.
 
-    Returns the dataclass, or None and an error line for each problem. `settings` give the origin of
-    each value."""
+    Returns the dataclass and no errors, or None and an error line for each problem (one for all
+    missing keys). `settings` give the origin of each value."""
     from pydantic import ValidationError
 
     # Validate as JSON, which has the types of YAML: lists become tuples, dicts become sections, and
@@ -150,7 +150,8 @@ def _line(owner: Any, error: Mapping[str, Any], settings: Sequence[Setting]) -> 
 
 
 def _example(key: Key, limits: Mapping[str, Any]) -> str:
-    """Returns a value that works: the default, or one at the limit of the range."""
+    """Returns the end of an error line with a value that works: the default, or one in the range.
+    Empty if neither exists."""
     if key.default not in (MISSING, None, ()):
         return f"; try {shown(key.default)}"
     if "gt" in limits:

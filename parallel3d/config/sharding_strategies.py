@@ -36,7 +36,7 @@ HYBRID_OF: dict[ShardingName, ShardingName] = {
     "SHARD_GRAD_OP": "_HYBRID_SHARD_ZERO2",
     "FULL_SHARD": "HYBRID_SHARD",
 }
-# indexed by ZeRO stage
+# Strategy of each ZeRO stage if dp_replicate is 1.
 _OF_ZERO_STAGE: tuple[ShardingName, ...] = (*REPLICATED, *HYBRID_OF)
 
 

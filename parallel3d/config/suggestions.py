@@ -22,6 +22,6 @@ def multiple_from(smallest: int, factor: int) -> int:
 
 
 def multiples_near(number: int, factor: int) -> list[int]:
-    """Returns the multiples of `factor` below and above `number`."""
+    """Returns the last positive multiple of `factor` up to `number`, if any, and the next."""
     below = number // factor * factor
     return [below, below + factor] if below else [factor]

@@ -1,7 +1,7 @@
 """Reads YAML text into a flat list of settings, each with its file and line.
 
-The text may come from an untrusted source. Only plain YAML is accepted, without tags, aliases or
-environment variables, and every error is a `ConfigError` of one line."""
+The text may come from an untrusted source. Only plain YAML is accepted, without custom tags or
+aliases. Invalid text raises a `ConfigError` of one line."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def dump_yaml(tree: object) -> str:
 
 
 def shown(value: object) -> str:
-    """Formats a value as a user would type it, shortened to fit an error line."""
+    """Formats a value as a user would type it, shortened to 60 characters."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     text = str(list(value) if isinstance(value, tuple) else value) or "''"

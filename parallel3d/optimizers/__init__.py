@@ -1,5 +1,5 @@
 """Optimizers: those of torch, variants with low-precision states, and Muon.
 
-All step this rank's part of each parameter (`LocalParameter.local`), and split their states like
-the parameter.
+All of them update this rank's part of each parameter (`LocalParameter.local`). Their states are
+sharded like the parameter.
 """

@@ -42,7 +42,7 @@ class LocalOptimizer(torch.optim.Optimizer):
             part.step()
 
     def set_step(self, step: int) -> None:
-        """Sets the step count of optimizers that depend on it."""
+        """Sets the step count in the states that have one, which are those of AdamW."""
         for state in self.state.values():
             if "step" in state:
                 state["step"].fill_(float(step))

@@ -1,6 +1,6 @@
-"""Optimizers with parameters or states below float32.
+"""Optimizers whose states have a different dtype from the parameters, such as bfloat16.
 
-A step converts them to float32, updates, and rounds to nearest.
+A step computes in float32 and rounds parameters and states to nearest.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from parallel3d.optimizers.rounds import runs
 
 
 class _InFloat32(torch.optim.Optimizer):
-    """Runs one of torch's optimizers with states of another dtype than the parameter.
+    """Runs one of torch's optimizers with states of a different dtype from the parameter.
 
     To limit temporary memory, it steps a few parameters at a time, together no larger than the
     largest one. `state` must have all states of each parameter before the first step.
@@ -34,7 +34,7 @@ class _InFloat32(torch.optim.Optimizer):
         kept = [(p, p.data, p.grad, self.state[p]) for p in parameters]
         for p, value, gradient, state in kept:
             assert gradient is not None
-            p.grad = None  # A gradient must have the dtype of its parameter.
+            p.grad = None  # torch requires the gradient in the dtype of its parameter.
             p.data = value.float()
             p.grad = gradient.float()
             self.state[p] = {name: narrow.float() for name, narrow in state.items()}

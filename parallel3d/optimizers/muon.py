@@ -7,7 +7,7 @@ sharded matrices are bitwise identical to those of torch.optim.Muon in one proce
 Each matrix has an owner among the ranks of a stage, balanced by cost. One all-to-all sends shards
 to the owners, a second returns the results. So a rank sends and receives about as many elements as
 it holds, fewer than with an all-gather of every matrix. If replicas hold the same shards, the owner
-reads the nearest and sends its result to all, so replicas share the work.
+receives from the nearest and sends its result to all, so replicas share the work.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 # Axes whose ranks hold shards of the same parameters.
 STAGE_ROLES = (*DATA_ROLES, Role.SPLIT_TENSORS)
-# Jordan's coefficients: a steep slope at zero, and close to one beyond.
+# Jordan's coefficients of the quintic polynomial, which is steep at zero, then near one.
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
 _EPSILON = 1e-7
 
@@ -40,10 +40,10 @@ _EPSILON = 1e-7
 class Muon(torch.optim.Optimizer):
     """Muon optimizer of matrices, with momentum sharded like its parameters.
 
-    Each step sends this rank's shards in `ns_dtype` in two all-to-alls over the ranks of the stage.
-    A learning rate schedule multiplies its value by the group's `lr_ratio`. `state` must have
-    "momentum_buffer" of each parameter before the first step. Every rank of `mesh` must build it,
-    from a `resolved` config.
+    A step processes the matrices in rounds. Each round sends shards in `ns_dtype` in two
+    all-to-alls over the ranks of the stage. The trainer multiplies the scheduled learning rate by
+    the group's `lr_ratio`. `state` must have "momentum_buffer" of each parameter before the first
+    step. Every rank of `mesh` must build it, from a `resolved` config.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Muon(torch.optim.Optimizer):
             self._step_together(matrices, exchange)
 
     def _step_together(self, matrices: list[LocalParameter], exchange: MatrixExchange) -> None:
-        """Steps some matrices.
+        """Updates the matrices of one round.
 
         It frees tensors as early as possible, because together they are as large as the gradients
         of the matrices.
@@ -176,7 +176,7 @@ def parts_of_ranks(spec: ParameterSpec, ranks: int, tp: int, shards: int) -> Seq
     """Returns the part of a matrix that each rank of a stage holds.
 
     Ranks are numbered with tp innermost, then dp_shard. `shards` DP ranks split the rows of a tp
-    shard. Some parts may be empty. Nothing is sent, because the layout follows from the arguments.
+    shard. Some parts may be empty. No communication is needed.
     """
     parts = []
     for rank in range(ranks):
@@ -190,8 +190,8 @@ def parts_of_ranks(spec: ParameterSpec, ranks: int, tp: int, shards: int) -> Seq
 class Share(NamedTuple):
     """Part of a matrix that travels between its owner and a holder.
 
-    `rank` is the peer. `matrix` is the number of the matrix. If `is_given` is False, the part
-    travels only from the owner to the holder.
+    `rank` is the peer. `matrix` is the index of the matrix in the round. If `is_given` is False,
+    the part travels only from the owner to the holder.
     """
 
     rank: int
@@ -227,7 +227,7 @@ class MatrixExchange:
         self._owned = sorted(owned)
 
     def gather(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Sends this rank's parts to the owners. Returns the full matrices it owns by number."""
+        """Sends this rank's parts to the owners. Returns the full matrices it owns by index."""
         if self._stage.group is None:
             return dict(enumerate(parts))
         sent = [share for share in self._held if share.is_given]

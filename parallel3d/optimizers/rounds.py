@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-ROUND_ELEMENTS = 2**25  # Largest number of elements of one rank's parts in a round.
+# Maximum number of elements of a rank's parts in a round, unless a single part is larger.
+ROUND_ELEMENTS = 2**25
 
 T = TypeVar("T")
 

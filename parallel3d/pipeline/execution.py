@@ -38,7 +38,7 @@ class Stage:
     Args:
         module: Module that takes the tensors of the previous stage and returns those for the next.
         before_backward: Called with `last` before each backward pass. `last` is True if the stage's
-            gradients are complete after this backward pass.
+            gradients are complete after this backward pass, and always False before a split one.
         after_weights: Called with `last` after the weight-gradient half of each split backward
             pass.
         drop_gradients: Discards the gradients of the warm-up (`PipelineRuntime.warms_up`). None:

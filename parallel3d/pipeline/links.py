@@ -154,7 +154,7 @@ class Links:
         return _noticing_loss(source, dist.irecv, tensor, self._ranks[source], group)
 
     def complete(self, work: dist.Work, peer: int) -> None:
-        """Waits for a transfer of the backend. Raises PeerLostError if it failed or timed out."""
+        """Waits for a transfer through the backend. Raises PeerLostError on failure or timeout."""
         # On GPUs no timeout is passed, because it would block the host. There the stream waits, and
         # NCCL's watchdog applies the timeout. gloo would otherwise apply the timeout with which its
         # group was created.

@@ -1,7 +1,7 @@
 """Transfers between pipeline ranks during one run.
 
-Receives are posted ahead of their use. A send does not block unless SENDS_KEPT earlier ones to the
-same rank are unfinished.
+Receives are posted ahead of their use. A send through the backend does not block unless SENDS_KEPT
+earlier ones to the same rank are unfinished. A send through shared memory never blocks.
 
 Messages between two ranks travel in the order in which they are sent. The receiver knows this order
 from the schedule, so messages carry no tags or shapes. Small messages between CPUs of one host go

@@ -26,10 +26,10 @@ _MISSING = {0: Kind.FORWARD, _BEGUN: Kind.BACKWARD, _HALF: Kind.WEIGHT}
 def check_schedule(schedule: Schedule) -> None:
     """Checks that a schedule is complete and cannot deadlock.
 
-    Every forward and every backward action (full, or its two halves) must occur once, on the rank
-    that holds the stage. The check constructs one order of all actions that agrees with the order
-    of every rank. This suffices for a transport whose sends do not block and whose messages between
-    two ranks arrive in order.
+    Every forward action and, unless the schedule is forward-only, every backward action (full, or
+    its two halves) must occur once, on the rank that holds the stage. The check constructs one
+    order of all actions that agrees with the order of every rank. This suffices for a transport
+    whose sends do not block and whose messages between two ranks arrive in order.
 
     Args:
         schedule: Schedule to check.

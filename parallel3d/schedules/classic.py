@@ -64,10 +64,10 @@ def one_f_one_b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> i
 def interleaved_1f1b(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
     """Returns the warm-up of 1F1B over virtual stages.
 
-    The ratio of idle to busy time is (p - 1) / (v m), a factor v smaller than for 1F1B, with v
-    times as many transfers (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). The number of
-    live forwards is at most 2 (p - rank - 1) + (v - 1) g + 1, each of 1 / v of the rank's share. g
-    is the largest of `groups`, which is p if p divides m.
+    For m >= p, the ratio of idle to busy time is (p - 1) / (v m), a factor v smaller than for 1F1B,
+    with v times as many transfers (Narayanan et al. 2021, arXiv 2104.04473, section 2.2). At most
+    2 (p - rank - 1) + (v - 1) g + 1 forwards are live, each of 1 / v of the rank's share. g is the
+    size of the largest of `groups`, which is p if p divides m.
     """
     return 2 * (pp - rank - 1) + (virtual_stages - 1) * group_sizes(pp, microbatches)[0]
 

@@ -103,7 +103,7 @@ class Schedule:
 
     @cached_property
     def transfers(self) -> Mapping[tuple[int, int], Sequence[Action]]:
-        """Messages of each (source rank, target rank), in the order of sending.
+        """Maps (source rank, target rank) to the messages in the order of sending.
 
         Each message is listed as the action that consumes it.
         """

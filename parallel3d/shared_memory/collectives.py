@@ -122,7 +122,7 @@ class SharedExchange:
         return finish
 
     def _hear(self, rank: int, pipe: int) -> None:
-        """Waits for the next byte of a rank. Raises PeerLostError if it died or timed out."""
+        """Waits for the next byte from a rank. Raises PeerLostError if it died or timed out."""
         peer = f"rank {rank} of the group"
         while not read_pipe(pipe, 1, peer):
             group = self._group()

@@ -2,8 +2,8 @@
 
 A gloo send costs about 60 microseconds of CPU time for any size (docs/benchmarks.md), more than the
 work of a small stage. Here the sender copies a message into the ring and writes its position and a
-digest of its shapes into a pipe. The receiver sleeps on that pipe, copies the message, and returns
-a byte that frees the memory.
+digest of its shapes and dtypes into a pipe. The receiver waits for that pipe, copies the message,
+and returns a byte that frees the memory.
 
 A sender never blocks. A message that does not fit stays in the sender's queue until the rank sends,
 receives or waits again.
@@ -65,7 +65,7 @@ class Outgoing(_RingEnd):
         return bool(self._queue)
 
     def send(self, digest: int, tensors: Sequence[Tensor]) -> None:
-        """Sends or queues a message of at most LARGEST_BYTES. Raises PeerLostError."""
+        """Sends or queues a message of at most LARGEST_BYTES. Raises as `flush` does."""
         self._queue.append((digest, tensors))
         self.flush()
 

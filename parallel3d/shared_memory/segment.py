@@ -81,7 +81,7 @@ class Segment:
 
 
 def read_pipe(pipe: int, count: int, peer: str) -> bytes:
-    """Returns up to `count` available bytes, possibly none. Raises PeerLostError if `peer` died."""
+    """Returns up to `count` available bytes, possibly none. Raises PeerLostError at end of file."""
     try:
         read = os.read(pipe, count)
     except BlockingIOError:

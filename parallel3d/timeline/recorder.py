@@ -37,7 +37,7 @@ class Recorder:
         self._marks.append((action, start, end))
 
     def spans(self, rank: int, since_s: float = 0.0) -> list[Span]:
-        """Returns the recorded spans of `rank`.
+        """Returns the recorded spans, labeled with `rank`. On GPUs, waits for the actions to end.
 
         Times are in seconds after `since_s`, a value of `time.perf_counter` on this host.
         """

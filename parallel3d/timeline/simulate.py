@@ -46,8 +46,8 @@ class ActionTimes:
     """Durations of all actions and transfers.
 
     `transfers[s]` is the delay between stages s and s + 1 in either direction. It delays the action
-    that consumes the message but does not block the sender. Stages on the same rank have no
-    transfers.
+    that consumes the message but does not block the sender. It is ignored if both stages are on the
+    same rank.
     """
 
     stages: tuple[StageTimes, ...]
@@ -96,7 +96,7 @@ def action_order(schedule: Schedule) -> ActionOrder:
 
 
 def action_starts(order: ActionOrder, times: ActionTimes) -> tuple[list[float], float]:
-    """Returns the start of each step, and the end of the last one."""
+    """Returns the start of each of `order.steps`, and the time when all actions have ended."""
     delays = [0.0, *times.transfers, 0.0]
     for way, (one, other) in enumerate(pairwise(order.schedule.placement), start=1):
         if one == other:
@@ -128,9 +128,9 @@ def simulate(schedule: Schedule, times: ActionTimes) -> Timeline:
 
 
 def measured_times(schedule: Schedule, spans: Sequence[Span]) -> ActionTimes:
-    """Returns the median duration of each kind of action on each stage.
+    """Returns the median duration of each kind of action on each stage, 0 for kinds without spans.
 
-    Transfers take no time, so the difference between measured and simulated timelines shows their
+    Transfers are set to 0, so the difference between measured and simulated timelines shows their
     cost.
     """
     found: defaultdict[tuple[int, Kind], list[float]] = defaultdict(list)

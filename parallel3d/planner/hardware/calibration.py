@@ -2,8 +2,8 @@
 file.
 
 It holds curves of kernels and collectives, and the overhead of parallel3d. All seconds are those of
-a process that has a core or GPU to itself. `time.calibrated` prices a step from them and accounts
-for ranks that share cores.
+a process that has a core or GPU to itself. `time.calibrated` computes step times from them and
+accounts for ranks that share cores.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import lru_cache
 from math import exp, log
 from operator import itemgetter
 
-# Points: (size, seconds) by increasing size. Rows: (side, depth, FLOP/s).
+# Points: (size, seconds) in ascending order of size. Rows: (side, depth, FLOP/s).
 Points = tuple[tuple[float, float], ...]
 Rows = tuple[tuple[float, float, float], ...]
 
@@ -103,7 +103,7 @@ class OneProcess:
     gradient_s: float  # Seconds per element to accumulate a weight gradient.
     logit_s: float  # Seconds of the loss per logit, in the forward and backward pass together.
     overhead: Overhead
-    # Seconds added to a block by each kind of recompute, in addition to the repeated kernels.
+    # Seconds per recomputed block in addition to the repeated kernels, keyed by kind of recompute.
     recompute: Mapping[str, float]
 
 

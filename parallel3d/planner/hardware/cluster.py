@@ -45,8 +45,8 @@ class AttentionPeaks:
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator. Peaks are from the data sheet, efficiencies are measured (sources are in
-    each file)."""
+    """One accelerator or CPU. Peaks are from the data sheet, efficiencies are measured (sources are
+    in each file)."""
 
     peak_tflops: Peaks
     attention_tflops: AttentionPeaks
@@ -85,7 +85,7 @@ class Device:
 
     @property
     def peak_flops(self) -> dict[str, float]:
-        """FLOP/s by precision."""
+        """Peak FLOP/s, keyed by precision."""
         peaks = vars(self.peak_tflops).items()
         return {precision: 1e12 * rate for precision, rate in peaks if rate is not None}
 
@@ -96,7 +96,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """Link between neighbours of a ring, per direction."""
+    """Link between ring neighbors, in one direction."""
 
     gb_per_s: Positive
     latency_us: NonNegative  # Latency per hop in microseconds.
@@ -123,8 +123,8 @@ class NodeLink(Link):
 
 @dataclass(frozen=True, kw_only=True)
 class Network(Link):
-    """Each device's share of the network. Across more than `whole_nodes` nodes its bandwidth is
-    divided by `oversubscription`."""
+    """Each device's share of the network. If a group spans more than `whole_nodes` nodes, its
+    bandwidth is divided by `oversubscription`."""
 
     oversubscription: Positive = 1.0
     whole_nodes: Count = 32
@@ -132,7 +132,7 @@ class Network(Link):
 
 @dataclass(frozen=True, kw_only=True)
 class HardwareFile:
-    # Pydantic applies this to the nested sections, too.
+    # Pydantic applies this to nested sections, too.
     __pydantic_config__ = {"extra": "forbid", "allow_inf_nan": False}
     device: Device
     node: NodeLink
@@ -145,7 +145,7 @@ class Scales:
     """Ratios of measured to predicted values, from runs on this cluster.
 
     `memory` scales all bytes except parameters, gradients and optimizer states, which are counted
-    exactly. `timed` and `weighed` name the framework of each run with a measured step time or
+    exactly. `timed` and `weighed` name the frameworks of runs with a measured step time or
     memory.
     """
 
@@ -177,8 +177,8 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The ranks of one axis: how many, how many per node, and the number of nodes that they
-    span."""
+    """Ranks of one axis: how many in total and per node. `span` counts the nodes from the first
+    rank to the last, including those in between."""
 
     size: int
     per_node: int
@@ -192,8 +192,8 @@ class Group:
 def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group:
     """Returns the group of `size` ranks that are `stride` apart.
 
-    If groups do not divide a node evenly, some of them cross a node boundary and the slowest one
-    counts. This does not apply if all `world` ranks are on one node.
+    If groups do not divide a node evenly, some cross a node boundary, and the result is for those.
+    If all `world` ranks fit on one node, none does.
     """
     node = cluster.gpus_per_node
     if world <= node:
@@ -208,15 +208,15 @@ def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group
 def load_cluster(name: str, folders: list[Path]) -> Cluster:
     """Loads a cluster from a hardware file.
 
-    The file of a cluster names a device file and overrides its links key by key. The price is taken
-    from the cluster file only.
+    A cluster file names a device file and overrides its links key by key. The price is taken from
+    the cluster file only.
 
     Args:
-        name: Name of a file in `folders`, or a path.
+        name: Name of a file in `folders` without suffix, or a path to a .yaml file.
         folders: Folders to search. The last one takes precedence.
 
     Raises:
-        ConfigError: The file is unknown or not valid. The message suggests similar names.
+        ConfigError: The name is unknown, or the file cannot be read or is not valid.
     """
     path = _path(name, folders)
     tree = _load(path)
@@ -286,10 +286,10 @@ def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") ->
     Args:
         tree: Sections `device`, `node` and `network`, and optionally `measured`.
         name: Name of the cluster.
-        where: Name of the file in error messages.
+        where: Name of the file in error messages. Default: `name`.
 
     Raises:
-        ConfigError: A key is missing, unknown or out of range.
+        ConfigError: A key is missing, unknown or out of range, or `measured` is not valid.
     """
     where = f"hardware {where or name}: "
     keys: HardwareFile | None

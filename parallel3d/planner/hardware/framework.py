@@ -1,7 +1,7 @@
 """Profiles of training frameworks: their effect on time and memory in addition to the layout.
 
-Published runs differ by kernels, not by the name of the framework. The planner has five typical
-stacks:
+Speed and memory depend on the kernels, not on the name of the framework. The planner has five
+typical stacks:
 
     eager       PyTorch, operator by operator, with FlashAttention-2
     fused       Megatron-Core, Transformer Engine: fused kernels, overlapped communication
@@ -9,8 +9,9 @@ stacks:
     jax         XLA
     softmax     before FlashAttention: matmuls around a fused softmax, dropout
 
-A framework is one of them plus the axes that it supports. Constants without a source in their
-comment were fitted on the runs of tools/cases, all sources together (docs/explanation/planner.md).
+A framework is one of them plus the axes that it supports. parallel3d also has its own constants.
+Constants without a source in their comment were fitted to all runs in tools/cases
+(docs/explanation/planner.md).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class FrameworkProfile:
     # kernels
     quality: float = 1.04  # Factor on the step time, fitted by `score.stack_quality`.
     attention: Literal["flash", "softmax"] = "flash"
-    # Memory traffic of norms, activations, residuals and RoPE. 1 means one kernel per group.
+    # Factor on the memory traffic of norms, activations, residuals and RoPE. 1: fused kernels.
     elementwise: float = 3.0
     dropout: bool = False
     # communication
@@ -52,7 +53,7 @@ class FrameworkProfile:
 
     @property
     def is_parallel3d(self) -> bool:
-        """True for parallel3d, whose layouts and memory are known exactly."""
+        """True for parallel3d, whose memory is counted from its own code."""
         return self.name == "parallel3d"
 
 
@@ -111,7 +112,7 @@ FRAMEWORKS = {
 
 
 def in_precision(framework: FrameworkProfile, precision: str) -> FrameworkProfile:
-    """Returns the framework with the bytes of a precision.
+    """Returns the framework with the bytes per parameter of a precision.
 
     With bf16_pure, weights, gradients and states have 16 bits. With bf16_pure and fp32, there is no
     second copy of the weights.

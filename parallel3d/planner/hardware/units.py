@@ -10,8 +10,8 @@ ROUNDED = 1 - 1e-9
 
 
 def rounded(value: object, digits: int = 5) -> Any:
-    """Returns plain data for JSON with floats rounded to `digits` significant digits at any
-    depth."""
+    """Rounds all floats in nested dicts, lists and tuples to `digits` significant digits. Tuples
+    become lists."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, dict):

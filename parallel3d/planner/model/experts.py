@@ -16,7 +16,7 @@ class Experts:
     shared_hidden: int = 0  # Hidden size of all shared experts together.
     shared_gate: bool = False  # True if a gate scales each token's shared output (Qwen 2)
     router_bias: bool = False  # True if a bias per expert balances the router (DeepSeek V3)
-    # Number of first layers with a dense feed-forward layer of `ffn_hidden` instead of experts.
+    # Number of leading layers with a dense MLP of size `ffn_hidden`.
     dense_layers: int = 0
     # Largest number of groups (nodes) over which the experts of a token may spread. None: no limit.
     most_groups: int | None = None
@@ -27,7 +27,7 @@ class LatentAttention:
     """Multi-head latent attention (arXiv 2405.04434, section 2.1).
 
     Queries, keys and values come from low-rank vectors. RoPE applies to a part of each query and
-    key. That part of the key is shared by all heads.
+    key. All heads share that part of the key.
     """
 
     # Rank of the queries' low-rank vectors. None: queries are projected from the hidden features

@@ -1,5 +1,5 @@
 """Shapes from the `config.json` of model families that the trainer cannot build: MoE models and
-Gemma. Settings that a shape cannot express raise an error or yield a note."""
+Gemma. Dense layers between MoE layers raise an error, and omitted parts of a model yield a note."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
     """Returns the shape of a config.json, or None if its family is not in `PLANNED_FAMILIES`.
 
     Raises:
-        ConfigError: A shape cannot express the model.
+        ConfigError: A size is not valid, or a dense layer follows an MoE layer.
     """
     said = text_part(config)
     kind = str(said.get("model_type"))
@@ -155,7 +155,7 @@ def _experts(keys: _Keys) -> Experts | None:
     hidden = keys.optional("moe_intermediate_size") or keys.number("intermediate_size")
     gated = keys.optional("shared_expert_intermediate_size") or 0
     groups = keys.optional("topk_group")
-    if groups == keys.optional("n_group"):  # A token may use all groups.
+    if groups == keys.optional("n_group"):  # Routing is not limited.
         groups = None
     return Experts(
         count=count,
@@ -180,7 +180,7 @@ def _latent(keys: _Keys) -> LatentAttention:
 
 
 def hf_config_notes(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a note for each part of a config.json that the shape omits."""
+    """Yields a note on other modalities and on multi-token prediction, which are omitted."""
     said = text_part(config)
     if said is not config:
         yield "only the text model of config.json is planned, without other parts such as images"
@@ -202,7 +202,7 @@ def window_notes(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the keys of the text model if a config.json describes several models."""
+    """Returns `text_config` of a multimodal model, else the config."""
     part = config.get("text_config")
     if isinstance(part, Mapping):
         return {"model_type": f"{config.get('model_type')}_text", **part}

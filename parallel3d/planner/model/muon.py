@@ -1,5 +1,5 @@
-"""Matrices that Muon updates, their distribution over the ranks of a stage (`optimizers.rounds`),
-and the temporaries of a step. The largest round of matrices determines the peak."""
+"""Matrices that Muon updates, and the temporary memory of a step. Muon updates them in rounds
+(`optimizers.rounds`). The round with the most bytes sets the peak."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from parallel3d.planner.model.shapes import ModelShape
 
 @dataclass(frozen=True)
 class MuonMatrix:
-    """A matrix distributed over the ranks of a stage.
+    """A matrix sharded over the ranks of a stage.
 
-    `parts` is the number of ranks with different parts of it, `own` the elements on this rank.
+    `parts` is the number of shards, `own` the elements on the first rank.
     """
 
     shape: tuple[int, int]
@@ -30,7 +30,7 @@ class MuonMatrix:
 
 @dataclass(frozen=True, kw_only=True)
 class MuonCosts:
-    """Bytes and iterations of Muon. AdamW updates all other parameters."""
+    """Costs of Muon for the matrices of blocks. AdamW updates all other parameters."""
 
     state_bytes: int  # Bytes per element of the momentum.
     item_bytes: int  # Bytes per element in the all-to-all and in the iterations.
@@ -39,7 +39,7 @@ class MuonCosts:
 
 @lru_cache(maxsize=256)
 def muon_matrices(shape: ModelShape, tp: int, shards: int) -> tuple[MuonMatrix, ...]:
-    """Returns the matrices of a block in parameter order, rows sharded over `shards` ranks."""
+    """Returns the matrices of a block in parameter order, with `shards` data-parallel shards."""
     found: list[MuonMatrix] = []
     for full, part in zip(hidden_tables(shape, 1), hidden_tables(shape, tp), strict=True):
         ranks = full.numel // part.numel  # Number of tp ranks that share the matrix.
@@ -51,7 +51,7 @@ def muon_matrices(shape: ModelShape, tp: int, shards: int) -> tuple[MuonMatrix, 
 
 @lru_cache(maxsize=1024)
 def muon_step_bytes(matrices: tuple[MuonMatrix, ...], *, ranks: int, item_bytes: int) -> float:
-    """Returns the peak bytes of a step on the first of `ranks` ranks.
+    """Returns the peak temporary bytes of a step on the first of a stage's `ranks` ranks.
 
     That rank owns the most expensive matrix of each round. The peak counts all of its shards in the
     dtype in which they are sent, and three float32 copies of the largest shard.

@@ -1,4 +1,4 @@
-"""Models by name: the shape cards of models/, and shapes without a module in the trainer."""
+"""Models by name: the shape cards of models/, and named_shapes.yaml."""
 
 from __future__ import annotations
 

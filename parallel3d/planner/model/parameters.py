@@ -1,5 +1,4 @@
-"""Parameter counts per tensor, tp rank and data-parallel shard, and FLOPs per token by the common
-definitions.
+"""Parameter counts per tensor, tp rank and data-parallel shard, and FLOPs per token.
 
 If tp does not divide the key-value heads, parallel3d keeps their weights unsharded on each rank.
 Megatron-LM repeats each head on tp / kv_heads ranks. The last shard of a vocabulary may be smaller
@@ -45,7 +44,7 @@ class Table:
 def block_tables(
     shape: ModelShape, tp: int, *, repeats_kv_heads: bool = False, dense: bool = False
 ) -> tuple[Table, ...]:
-    """Returns a block's parameters on a tp rank, without experts.
+    """Returns a block's parameters on a tp rank, without routed experts.
 
     `dense` selects a dense layer of an MoE model. With `repeats_kv_heads`, tp ranks that share a
     key-value head hold copies of it, as in Megatron-LM.
@@ -78,8 +77,8 @@ def block_tables(
 
 
 def _latent_tables(shape: ModelShape, latent: LatentAttention, tp: int) -> list[Table]:
-    """Returns the parameters of latent attention. Low-rank matmuls and norms are unsharded on each
-    tp rank."""
+    """Returns the parameters of latent attention. The projections to low-rank vectors and the norms
+    are unsharded."""
     h = shape.hidden
     rank = latent.query_rank
     values = latent.key_value_rank
@@ -96,7 +95,7 @@ def _latent_tables(shape: ModelShape, latent: LatentAttention, tp: int) -> list[
 
 
 def _routed_tables(shape: ModelShape, experts: Experts, tp: int) -> list[Table]:
-    """Returns the router and the shared experts of an MoE layer."""
+    """Returns the router and the shared experts of an MoE layer. The router is unsharded."""
     h = shape.hidden
     shared = experts.shared_hidden // tp
     tables = [Table(experts.count, h)]
@@ -122,14 +121,14 @@ def _one_expert(shape: ModelShape, experts: Experts) -> int:
 
 
 def hidden_tables(shape: ModelShape, tp: int, *, dense: bool = False) -> tuple[Table, ...]:
-    """Returns the matrices of a block on a tp rank: q, k and v, o, then the MLP. Muon updates
-    these."""
+    """Returns the matrices of a block on a tp rank, attention first, without routed experts. Muon
+    updates them."""
     return tuple(table for table in block_tables(shape, tp, dense=dense) if table.columns > 1)
 
 
 @lru_cache(maxsize=256)
 def block_weights(shape: ModelShape) -> float:
-    """Counts the matmul weights per token in a block, averaged over the layers of an MoE model."""
+    """Counts the matmul weights that a token uses in a block, as the mean over all blocks."""
     weights = sum(table.numel for table in hidden_tables(shape, 1))
     experts = shape.experts
     if experts is None:
@@ -145,11 +144,11 @@ def vocabulary_rows(shape: ModelShape, tp: int, rank: int = 0) -> int:
 
 
 def end_tables(shape: ModelShape, part: StageSlice, tp: int, rank: int = 0) -> tuple[Table, ...]:
-    """Returns the embedding and head parameters of a stage on a tp rank. A tied table counts
-    once."""
+    """Returns the parameters of a stage outside its blocks. A tied table counts on the first and on
+    the last stage, but once if these are the same."""
     rows = vocabulary_rows(shape, tp, rank)
     tables = []
-    # Data-parallel ranks shard each vector separately.
+    # Data-parallel ranks shard weight and bias separately.
     norm = Table(shape.hidden, times=shape.norm_vectors)
     if part.embedding:
         tables.append(Table(rows, shape.hidden))
@@ -174,9 +173,9 @@ def rank_numel(
     at: tuple[int, int] = (0, 0),
     repeats_kv_heads: bool = False,
 ) -> int:
-    """Counts the parameters of these stages on a rank, without experts.
+    """Counts the parameters of the stages `parts` on a rank, without routed experts.
 
-    `shards` is the number of data-parallel shards, `at` the rank's coordinates on tp and dp_shard.
+    `shards` is the number of data-parallel shards, `at` the rank's tp and dp_shard coordinates.
     """
     tp_rank, dp_rank = at
 
@@ -204,7 +203,7 @@ def total_parameters(shape: ModelShape) -> int:
 
 
 def active_parameters(shape: ModelShape) -> int:
-    """Counts the parameters used per token, that is without the experts that are not selected."""
+    """Counts the parameters that a token uses: all except the experts not selected for it."""
     experts = shape.experts
     if experts is None:
         return total_parameters(shape)
@@ -225,7 +224,7 @@ def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
 
 
 def reported_flops_per_token(shape: ModelShape, seq_len: int, definition: FlopsDefinition) -> float:
-    """Returns the FLOPs per token by another definition."""
+    """Returns the FLOPs per token by the definition that a published run uses."""
     attention = 12 * shape.layers * shape.attention_hidden * shape.attended(seq_len)
     blocks = shape.layers * block_weights(shape)
     head = shape.vocab * shape.hidden

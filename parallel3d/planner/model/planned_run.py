@@ -23,8 +23,8 @@ from parallel3d.shard_sizes import largest_shard
 class FrameworkLayout(ParallelConfig):
     """A layout with two axes that only other frameworks support.
 
-    `cp` shards each sequence, `ep` the experts of an MoE model. The ranks of `ep` are those of tp,
-    cp and data parallelism within a stage.
+    `cp` shards each sequence, `ep` the experts of an MoE model. `ep` reuses the
+    tp, cp and data-parallel ranks of a stage.
     """
 
     cp: int = 1
@@ -39,8 +39,7 @@ AnyLayout = TypeVar("AnyLayout", bound=ParallelConfig)
 
 
 def varied(layout: AnyLayout, **changes: Any) -> AnyLayout:
-    """Returns a copy of a layout with changed fields, ten times as fast as `dataclasses.replace`. A
-    search makes a hundred thousand copies."""
+    """Returns a changed copy of a layout, ten times as fast as `dataclasses.replace`."""
     made = object.__new__(type(layout))
     vars(made).update(vars(layout) | changes)
     return made
@@ -55,10 +54,10 @@ def other_axes(parallel: ParallelConfig) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunLayout(FrameworkLayout):
-    """A layout with its microbatches and the options of published runs.
+    """A layout with the number of microbatches and, for each kind of state, of shards.
 
-    These are shard counts for each kind of state, and schedules and recompute modes ("op") of other
-    frameworks. `sharding` is None for a published run.
+    For a published run, `sharding` is None, and `schedule` and `recompute` may have values of other
+    frameworks (recompute "op").
     """
 
     microbatches: int = 1
@@ -71,12 +70,13 @@ class RunLayout(FrameworkLayout):
 
     @property
     def expert_replicas(self) -> int:
-        """Number of ranks in a stage with the same part of the same experts."""
+        """Number of ranks in a stage that hold the same shard of the same experts."""
         ranks = self.dp * self.cp * self.tp
         return max(1, ranks // (self.ep * self.expert_tp))
 
     def expert_shards(self, shards: int) -> int:
-        """Returns the number of shards of an expert state if other states have `shards` shards."""
+        """Returns the shards of an expert state if other states have `shards`: at most one per
+        replica."""
         if shards == 1:
             return 1
         own_shards = shards * self.tp // (self.ep * self.expert_tp)
@@ -98,17 +98,17 @@ class PlannedRun:
     framework: FrameworkProfile
     seq_len: int
     precision: str = "bf16"
-    # Options that affect the memory of parallel3d.
+    # Training options that affect the memory of parallel3d, and the time of Muon.
     optimizer: OptimizerMemory = OptimizerMemory()
 
     @property
     def tokens(self) -> int:
-        """Tokens per microbatch and rank."""
+        """Tokens of a microbatch on one cp rank."""
         return self.layout.microbatch_size * self.seq_len // self.layout.cp
 
     @property
     def routed_rows(self) -> float:
-        """Rows that the experts of a rank compute per microbatch with a balanced router."""
+        """Rows that a rank's experts compute per microbatch with a balanced router."""
         experts = self.shape.experts
         layout = self.layout
         if experts is None:
@@ -135,22 +135,22 @@ class PlannedRun:
 
     @cached_property
     def block_parameters(self) -> int:
-        """Parameters of one block on a tp rank, without experts."""
+        """Parameters of one block on a tp rank, without routed experts."""
         return self.stage_parameters(StageSlice(layers=1, embedding=False, head=False))
 
     def stage_parameters(self, part: StageSlice) -> int:
-        """Counts the parameters of a slice of the model on a tp rank, without experts."""
+        """Counts the parameters of a slice of the model on tp rank 0, without routed experts."""
         return rank_numel(
             self.shape, (part,), self.layout.tp, repeats_kv_heads=not self.runs_parallel3d
         )
 
     def stage_experts(self, part: StageSlice) -> int:
-        """Counts the expert parameters on a rank for a slice of the model."""
+        """Counts the parameters of routed experts on a rank for a slice of the model."""
         return expert_numel(self.shape, part) // (self.layout.ep * self.layout.expert_tp)
 
     @property
     def offloads(self) -> bool:
-        """True if parameters, gradients and optimizer states are on the CPU between uses."""
+        """True if a GPU run keeps parameters, gradients and optimizer states in CPU memory."""
         return self.layout.offload and not self.on_cpu
 
     @property
@@ -160,13 +160,13 @@ class PlannedRun:
 
     @property
     def bucket_bytes(self) -> int:
-        """Smallest size of a gradient bucket in bytes. Buckets never split a parameter."""
+        """Minimum size of a gradient bucket in bytes. Buckets never split a parameter."""
         usual = usual_bucket_mib(on_gpu=not self.on_cpu)
         return int((self.layout.bucket_mib or usual) * 2**20)
 
     @property
     def sharding_rounds(self) -> tuple[int, int]:
-        """Returns the number of parameter gathers and of gradient reductions per step."""
+        """Number of parameter all-gathers and of gradient reductions per step."""
         layout = self.layout
         if not self.framework.is_parallel3d:
             rounds = layout.microbatches if self.gathers_each_microbatch else 1
@@ -176,9 +176,9 @@ class PlannedRun:
 
     @property
     def gathers_each_microbatch(self) -> bool:
-        """True if each microbatch gathers sharded parameters again in both passes.
+        """True if each microbatch all-gathers sharded parameters in both passes.
 
-        In a pipeline, frameworks keep them from a stage's first microbatch to its last
+        In a pipeline, frameworks by default keep them from a stage's first microbatch to its last
         (torch/distributed/pipelining/stage.py, `backward_maybe_with_nosync`; Llama 3, arXiv
         2407.21783, section 3.3.2).
         """
@@ -220,7 +220,7 @@ class PlannedRun:
         return _together(self.stages, self.placement)
 
     def stages_of(self, rank: int) -> tuple[tuple[StageSlice, int], ...]:
-        """Returns a pipeline rank's stages, each with the model index of its first block."""
+        """Returns a pipeline rank's stages, each with the index of its first block in the model."""
         found = []
         first = 0
         for stage, holder in zip(self.stages, self.placement, strict=True):
@@ -231,8 +231,7 @@ class PlannedRun:
 
     @property
     def schedule(self) -> ScheduleName:
-        """The schedule, or the closest one in `schedules/` for zb-1p and zb-2p of published
-        runs."""
+        """The schedule, or zb_h1 for one that `schedules/` lacks (zb-1p, zb-2p)."""
         name = self.layout.schedule
         return name if name in SCHEDULES else "zb_h1"
 
@@ -243,8 +242,7 @@ class PlannedRun:
         return placement(self.schedule, pp=layout.pp, virtual_stages=layout.virtual_stages)
 
     def group(self, size: int, stride: int) -> Group:
-        """Returns the group of `size` ranks with this stride: 1 for tp, tp for cp and data
-        parallelism."""
+        """Returns the group of `size` ranks that are `stride` apart. tp is innermost."""
         return axis_group(self.cluster, size, stride, world=self.layout.world_size)
 
 
@@ -284,7 +282,7 @@ def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...
 
 @lru_cache(maxsize=4096)
 def spread(layers: int, stages: int) -> tuple[int, ...]:
-    """Returns the layers of each stage: even, with the remainder on the middle stages."""
+    """Returns the number of layers of each stage. Middle stages take the remainder."""
     each, left = divmod(layers, stages)
     first = (stages - left) // 2
     last = stages - left - first
@@ -292,9 +290,9 @@ def spread(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def other_gather(pp: int, microbatches: int) -> Cadence:
-    """Returns the gather cadence of other frameworks, which is once per step.
+    """Returns the default gather cadence of other frameworks.
 
-    With a single microbatch and no pipeline, parameters are freed between uses.
+    "microbatch" frees parameters between uses.
     """
     return "microbatch" if pp == microbatches == 1 else "step"
 
@@ -302,8 +300,8 @@ def other_gather(pp: int, microbatches: int) -> Cadence:
 def from_config(
     parallel: ParallelConfig, global_batch_size: int, framework: FrameworkProfile
 ) -> RunLayout:
-    """Adds microbatches and shard counts to the layout of a recipe or framework. Data-parallel
-    shards are distributed over cp ranks, too."""
+    """Adds microbatches and shard counts to the layout of a recipe or framework. Sharding is over
+    dp_shard x cp ranks."""
     cp, _ = other_axes(parallel)
     microbatches = global_batch_size // (parallel.dp * parallel.microbatch_size)
     gather = parallel.gather_cadence

@@ -1,7 +1,7 @@
 """Model shapes: the sizes and options that memory and time depend on.
 
-In addition to `models/` they cover models of other frameworks: GPT with ALiBi, Nemotron (squared
-ReLU), Gemma and mixtures of experts.
+In addition to `models/`, they describe models that the trainer cannot build: GPT with ALiBi,
+Nemotron (squared ReLU), Gemma and MoE models.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ModelShape:
     windowed_layers: int = 0
     experts: Experts | None = None  # None: a dense model.
     latent: LatentAttention | None = None
-    # Parts that the trainer has no module for, or "".
+    # Other parts that the trainer cannot build, or "".
     lacks_module: str = ""
 
     @property
@@ -82,14 +82,14 @@ class ModelShape:
 
     @property
     def attention_hidden(self) -> int:
-        """Mean number of features in the two attention matmuls, over all heads."""
+        """Mean number of features in QK^T and in the matmul with V, over all heads."""
         latent = self.latent
         if latent is None:
             return self.query_hidden
         return self.heads * (latent.turned + latent.plain + latent.value) // 2
 
     def attended(self, seq_len: int) -> float:
-        """Returns the keys per query for FLOPs, without the causal mask, averaged over the
+        """Returns the keys per query that FLOPs count (`attended_keys`), averaged over the
         layers."""
         if self.window is None:
             return seq_len
@@ -106,7 +106,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class StageSlice:
-    """The part of the model in one pipeline stage."""
+    """The part of the model in a pipeline stage or on a pipeline rank."""
 
     layers: int
     embedding: bool

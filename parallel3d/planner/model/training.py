@@ -1,4 +1,4 @@
-"""Training options of a recipe that affect the plan, and options that the plan ignores."""
+"""Training options of a recipe that affect the plan, and notes on those not modeled."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from parallel3d.planner.model.muon import MuonCosts
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerMemory:
-    """Memory effects of optimizer, dropout, documents and loss. The default is AdamW with float32
-    master weights."""
+    """Options of optimizer, dropout, documents and loss that affect memory. The default is AdamW
+    with float32 states."""
 
     state_bytes: float = 8.0  # Bytes of optimizer states per parameter.
     # Muon for the matrices of blocks. `state_bytes` then applies to all other parameters.
@@ -34,10 +34,9 @@ def master_bytes(precision: str) -> int:
 def optimizer_memory(
     recipe: Recipe, *, precision: str | None = None, state_bits: int | None = None
 ) -> OptimizerMemory:
-    """Returns the memory effects of a recipe, optionally with another precision or optimizer state
-    width.
+    """Returns the memory options of a recipe, except `unmodeled_settings`.
 
-    `unmodeled_settings` yields the settings that it ignores.
+    `precision` and `state_bits` replace the recipe's precision and width of optimizer states.
     """
     optimizer = recipe.optimizer.resolved
     master = master_bytes(precision or recipe.train.precision)

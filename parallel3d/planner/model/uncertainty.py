@@ -1,5 +1,5 @@
-"""Ranges of predictions that cover the true value in 80% of cases, and the probability that a
-layout fits. They come from errors on published runs with each source held out."""
+"""Ranges that should cover the true value in 80% of cases, and the probability that a layout fits.
+They come from errors on published runs with each source held out."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ OWN_MEMORY = 0.07
 # The speed of an uncalibrated CPU is known only to an order of magnitude, because the number of
 # shared cores is unknown.
 ANY_CPU = log(10)
-# For a calibrated host, and for a cluster corrected by a run of the same framework.
+# For parallel3d on a calibrated host, and for a cluster corrected by a run of the same framework.
+# CORRECTED_MEMORY is an upper limit.
 CALIBRATED = 0.12
 CORRECTED = 0.095
 CORRECTED_MEMORY = 0.138
@@ -38,7 +39,7 @@ CORRECTED_MEMORY = 0.138
 
 @dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A range that covers the true value with probability `level`."""
+    """A range that should cover the true value with probability `level`."""
 
     low: float
     high: float
@@ -53,7 +54,7 @@ class ErrorModel:
     memory: float
 
     def around(self, figure: Figure, value: float) -> Interval:
-        """Returns the range of a value proportional to speed, its inverse, or memory."""
+        """Returns the range around a value that is proportional to `figure` or to its inverse."""
         factor = exp(getattr(self, figure))
         return Interval(low=value / factor, high=value * factor)
 
