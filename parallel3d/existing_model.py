@@ -124,6 +124,11 @@ class ExistingModel:
                 )
         if config.dropout or config.attention_dropout:
             faults.append("model.dropout: not supported by this architecture; set it to 0")
+        if parallel.cp > 1:
+            faults.append(
+                f"parallel.cp = {parallel.cp}: not supported by this architecture, because its "
+                "attention sees only the tokens of its rank; try parallel.cp=1"
+            )
         if recipe.train.compile and parallel.tp > 1:
             faults.append(
                 f"train.compile = true: not supported with parallel.tp = {parallel.tp} and this "

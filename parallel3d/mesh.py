@@ -2,6 +2,10 @@
 
 The mesh has axes of size 1, too, so no code needs to check whether an axis exists. tp is innermost,
 so that its ranks are neighbors.
+
+Context parallelism has no axis of its own in this mesh. Its ranks share parameters, gradients and
+optimizer states as data-parallel ranks do, so the axis dp_shard has dp_shard x cp ranks, and
+`sequence_axis` returns the part of it that splits sequences.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ class Role(StrEnum):
 
 
 DATA_ROLES = (Role.REPLICATE, Role.SHARD_PARAMETERS)  # Axes whose ranks receive different data.
+SPLIT_SEQUENCES = "cp"  # Axis of the layout that the mesh merges into SHARD_PARAMETERS.
 
 
 def dp_rank(parallel: ParallelConfig, rank: int) -> int:
@@ -103,7 +108,7 @@ def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
 
     Returns:
         Mesh with the axes pp, dp_replicate, dp_shard and tp, outermost first. Every axis exists,
-        even if its size is 1.
+        even if its size is 1. dp_shard has dp_shard x cp ranks.
 
     Example:
         >>> layout = parallel3d.ParallelConfig(pp=2, dp_shard=2, tp=2)
@@ -111,9 +116,22 @@ def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
         >>> mesh.mesh_dim_names
         ('pp', 'dp_replicate', 'dp_shard', 'tp')
     """
-    return init_device_mesh(
-        device_type, tuple(parallel.axes.values()), mesh_dim_names=tuple(parallel.axes)
-    )
+    sizes = parallel.axes
+    sizes[Role.SHARD_PARAMETERS] *= sizes.pop(SPLIT_SEQUENCES)
+    return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def sequence_axis(mesh: DeviceMesh, cp: int) -> Axis:
+    """Returns the axis of the `cp` ranks that share a sequence. They are adjacent on dp_shard.
+
+    Creates a process group if cp > 1. Collective over the ranks of dp_shard.
+    """
+    if cp == 1:
+        return ONE_RANK
+    shards = mesh[Role.SHARD_PARAMETERS]
+    replica, rank = divmod(shards.get_local_rank(), cp)
+    ranks = shards.mesh.flatten().tolist()[replica * cp : (replica + 1) * cp]
+    return Axis(cp, rank, group_of(ranks, "context_parallel"))
 
 
 def data_ranks(mesh: DeviceMesh) -> list[int]:

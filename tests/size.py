@@ -27,12 +27,12 @@ NOT_COUNTED = {
     tokenize.ENDMARKER,
 }
 BUDGETS = {
-    "core without planner": 120_000,
-    "planner": 41_000,
-    "tools, shipped": 51_000,
+    "core without planner": 125_500,
+    "planner": 42_300,
+    "tools, shipped": 52_600,
     "tools/bench": 22_000,
     "models, recipes": 8_500,
-    "tests": 198_000,
+    "tests": 206_000,
 }
 MOST_TOKENS_PER_LINE = 8.5
 

@@ -193,5 +193,5 @@ def test_under_torchrun_a_failing_rank_says_who_it_is(
     assert pretrain.main(["quickstart"]) == status
     said = capsys.readouterr().err
     assert said.startswith("error: rank 5 (")
-    assert f", pp 1, dp_replicate 0, dp_shard 0, tp 1): {says}" in said
+    assert f", pp 1, dp_replicate 0, dp_shard 0, cp 0, tp 1): {says}" in said
     assert ("Traceback" in said) == has_traceback

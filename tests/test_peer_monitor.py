@@ -78,7 +78,7 @@ def test_a_rank_that_was_alone_on_its_host_is_named_where_it_gives_no_sign(
     for each in threads:
         each.join()
     assert [error.failure.rank for error in told.values()] == [2, 2]
-    assert "dp_shard 2, tp 0) gives no sign: it was killed or stopped" in str(told[0])
+    assert "dp_shard 2, cp 0, tp 0) gives no sign: it was killed or stopped" in str(told[0])
     assert sorted(error.is_ours for error in told.values()) == [False, True]
 
 
@@ -97,4 +97,4 @@ def test_a_neighbour_whose_process_has_ended_is_named_at_once(store: dist.TCPSto
     gone.wait()
     places = [Place(host="here", pid=os.getpid()), Place(host="here", pid=gone.pid)]
     error = monitor(store, 0, places).report(lost_peer(0))
-    assert "dp_shard 1, tp 0) ended without an error message" in str(error)
+    assert "dp_shard 1, cp 0, tp 0) ended without an error message" in str(error)

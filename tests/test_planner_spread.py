@@ -144,7 +144,7 @@ def asked(gpus: int, name: str = "llama3-8b", hardware: str = "h100-80gb") -> Pl
 @pytest.mark.parametrize("gpus", [8, 64])
 def test_an_8b_model_is_plain_fsdp_although_tp_is_as_fast(gpus: int) -> None:
     best, runner_up, *_ = search(asked(gpus)).strategies
-    assert best.parallel.axes == {"pp": 1, "dp_replicate": 1, "dp_shard": gpus, "tp": 1}
+    assert best.parallel.axes == {"pp": 1, "dp_replicate": 1, "dp_shard": gpus, "cp": 1, "tp": 1}
     assert best.parallel.recompute == "none"
     assert runner_up.parallel.tp * runner_up.parallel.pp == 2
 

@@ -11,13 +11,10 @@ _DATA_PARALLEL = (
     "the data-parallel size is parallel.dp_shard (sharded) x parallel.dp_replicate (replicated); "
     "try parallel.dp_shard=2"
 )
-_NO_CONTEXT_PARALLELISM = "not supported yet; try parallel.tp=2 and parallel.sequence_parallel=true"
 _NO_ADAFACTOR = "removed together with Adafactor; try optimizer.name=adamw"
 _HINTS = {
     "dp": _DATA_PARALLEL,
     "data_parallel_size": _DATA_PARALLEL,
-    "cp": _NO_CONTEXT_PARALLELISM,
-    "context_parallel": _NO_CONTEXT_PARALLELISM,
     "ep": "expert parallelism is not supported yet; try parallel.dp_shard=2",
     "offload": ("use parallel.offload=true, which keeps sharded states on the CPU"),
     "gradient_accumulation_steps": (
@@ -39,6 +36,7 @@ _OTHER_NAMES = {
         "pipeline_parallel pipeline_parallel_size pipeline_parallel_degree "
         "pipeline_model_parallel_size"
     ),
+    "parallel.cp": "context_parallel context_parallel_size context_parallel_degree cp_size",
     "parallel.microbatch_size": "micro_batch_size mbs local_batch_size per_device_train_batch_size",
     "parallel.recompute": (
         "activation_checkpoint activation_checkpointing gradient_checkpointing "

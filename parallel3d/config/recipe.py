@@ -217,6 +217,7 @@ class Coordinates(NamedTuple):
     pp: int
     dp_replicate: int
     dp_shard: int
+    cp: int
     tp: int
 
     def __str__(self) -> str:
@@ -227,8 +228,8 @@ class Coordinates(NamedTuple):
 class ParallelConfig:
     """Layout of a run: the size of each axis of the mesh, and how each axis is used.
 
-    The number of workers is `pp` x `dp_replicate` x `dp_shard` x `tp`. Ranks are numbered with `tp`
-    innermost, then `dp_shard`, `dp_replicate` and `pp`.
+    The number of workers is `pp` x `dp_replicate` x `dp_shard` x `cp` x `tp`. Ranks are numbered
+    with `tp` innermost, then `cp`, `dp_shard`, `dp_replicate` and `pp`.
 
     Example:
         >>> layout = parallel3d.ParallelConfig(pp=2, dp_shard=4, tp=2)
@@ -243,9 +244,13 @@ class ParallelConfig:
     # Number of data-parallel ranks that share one replica, as `sharding` says. Each trains on its
     # own part of the batch.
     dp_shard: Devices = 1
+    # Number of context-parallel ranks. Each sequence is split over them (docs/how-to/
+    # long-context.md), and parameters are sharded over dp_shard x cp ranks. 2 x cp must divide
+    # train.seq_len.
+    cp: Devices = 1
     # Number of tensor-parallel ranks. The matrices of each layer are split over them. It must
-    # divide model.heads, model.ffn_hidden and, with `sequence_parallel`, train.seq_len. It must
-    # divide model.kv_heads or be a multiple of it.
+    # divide model.heads, model.ffn_hidden and, with `sequence_parallel`, train.seq_len / `cp`. It
+    # must divide model.kv_heads or be a multiple of it.
     tp: Devices = 1
     # Number of pipeline stages on each pipeline rank. Interleaved schedules need at least 2.
     virtual_stages: Count = 1
@@ -304,7 +309,7 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        return self.pp * self.dp * self.tp
+        return self.pp * self.dp * self.cp * self.tp
 
     @property
     def dp(self) -> int:
@@ -318,7 +323,7 @@ class ParallelConfig:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Size of each axis of the mesh, outermost first."""
+        """Size of each axis of the layout, outermost first."""
         return {axis: getattr(self, axis) for axis in Coordinates._fields}
 
     def coordinates(self, rank: int) -> Coordinates:

@@ -115,15 +115,27 @@ def rope_errors(recipe: Recipe) -> Iterator[str]:
 
 @rule
 def parallel_errors(recipe: Recipe) -> Iterator[str]:
-    """Yields an error line for each violated rule of tp or recompute."""
+    """Yields an error line for each violated rule of tp, cp or recompute."""
     model = recipe.model
     parallel = recipe.parallel
+    seq_len = recipe.train.seq_len
+    own_tokens, rest = divmod(seq_len, parallel.cp)
+    if parallel.cp > 1 and (rest or own_tokens % 2):
+        chunks = 2 * parallel.cp
+        yield (
+            f"<train.seq_len>: must be a multiple of {chunks}, because <parallel.cp> splits a "
+            f"sequence into {chunks} chunks; try {any_of(multiples_near(seq_len, chunks))}"
+        )
     split_by_tp = {"model.heads": model.heads, "model.ffn_hidden": model.ffn_hidden}
     if model.kv_heads is not None and not divides_key_value_heads(model.kv_heads, parallel.tp):
         split_by_tp["model.kv_heads"] = model.kv_heads
+    shown_keys = {key: f"<{key}>" for key in split_by_tp}
     if parallel.sequence_parallel:
-        split_by_tp["train.seq_len"] = recipe.train.seq_len
-    uneven = [f"<{key}>" for key, size in split_by_tp.items() if size % parallel.tp]
+        split_by_tp["train.seq_len"] = own_tokens
+        shown_keys["train.seq_len"] = (
+            f"train.seq_len / parallel.cp = {own_tokens}" if parallel.cp > 1 else "<train.seq_len>"
+        )
+    uneven = [shown_keys[key] for key, size in split_by_tp.items() if size % parallel.tp]
     if uneven:
         fitting = divisors(math.gcd(*split_by_tp.values()))
         if model.kv_heads is not None:

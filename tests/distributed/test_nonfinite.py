@@ -121,8 +121,8 @@ def named(
 @pytest.mark.parametrize(
     "axis, rank, name, place",
     [
-        ("pp", 0, "layers.2.attention_norm.weight", "pp 0, dp_replicate 0, dp_shard 0, tp 0"),
-        ("dp", 1, "head.weight", "pp 0, dp_replicate 0, dp_shard 1, tp 0"),
+        ("pp", 0, "layers.2.attention_norm.weight", "pp 0, dp_replicate 0, dp_shard 0, cp 0, tp 0"),
+        ("dp", 1, "head.weight", "pp 0, dp_replicate 0, dp_shard 1, cp 0, tp 0"),
     ],
 )
 def test_the_rank_and_the_parameter_of_the_first_bad_gradient_are_named(

@@ -21,18 +21,13 @@ from parallel3d.shard_sizes import largest_shard
 
 @dataclass(frozen=True, kw_only=True)
 class FrameworkLayout(ParallelConfig):
-    """A layout with two axes that only other frameworks support.
+    """A layout with an axis that only other frameworks support.
 
-    `cp` shards each sequence, `ep` the experts of an MoE model. `ep` reuses the
-    tp, cp and data-parallel ranks of a stage.
+    `ep` shards the experts of an MoE model. It reuses the tp, cp and data-parallel ranks of a
+    stage.
     """
 
-    cp: int = 1
     ep: int = 1
-
-    @property
-    def world_size(self) -> int:
-        return self.pp * self.dp * self.cp * self.tp
 
 
 AnyLayout = TypeVar("AnyLayout", bound=ParallelConfig)
