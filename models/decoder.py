@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from parallel3d.layers.mlp import Activation, ParallelMLP
 from parallel3d.layers.parameter import ParallelContext, normal
 from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
 from parallel3d.layers.vocabulary import VocabParallelHead, ends_with_head
+from parallel3d.mesh import Axis
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,12 @@ class RecomputedBlock(nn.Module):
     of `fully_shard` and gradient reduction, stay outside and run once.
     """
 
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        for part in self.modules():
+            if isinstance(part, ParallelAttention):
+                part.is_recomputed = True
+
     def forward(
         self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None
     ) -> Tensor:
@@ -175,6 +183,7 @@ class Decoder(nn.Module):
         recompute: "none", "full" for whole blocks, or "selective" for attention only.
         recompute_every: Recomputes only every n-th block, beginning with the first.
         device: Device of the parameters.
+        cp: Context-parallel axis.
 
     Example:
         >>> class Model(parallel3d.Decoder):
@@ -204,6 +213,7 @@ class Decoder(nn.Module):
         recompute: BlockRecompute = "none",
         recompute_every: int = 1,
         device: torch.device | str | None = None,
+        cp: DeviceMesh | Axis | None = None,
     ) -> None:
         super().__init__()
         # Row-parallel weights start smaller, or the residual stream would grow with depth (Radford
@@ -212,6 +222,7 @@ class Decoder(nn.Module):
             tp,
             sequence_parallel,
             device,
+            cp=cp,
             init=normal(config.init_std),
             row_init=normal(config.init_std / math.sqrt(2 * config.layers)),
         )
@@ -221,7 +232,10 @@ class Decoder(nn.Module):
             head.weight = parts.token_weight
         self.embed: nn.Module | None = parts.embed
         self.rotary = parts.rotary
-        self.ranks_of_sequence = head.axis.size if sequence_parallel else 1
+        # Ranks among which the sequence of an activation between blocks is split.
+        self.ranks_of_sequence = head.sequence_part.ranks
+        if sequence_parallel:
+            self.ranks_of_sequence *= head.axis.size
         self.dropout = residual_dropout(config, "embed", context)
         self.layers = nn.ModuleDict()
         blocks = {"full": recomputed(self.block_class)}
@@ -261,4 +275,4 @@ class Decoder(nn.Module):
 
 def residual_dropout(config: ModelConfig, name: str, context: ParallelContext) -> Dropout:
     split_dim = 1 if context.sequence_parallel else None
-    return Dropout(config.dropout, name=name, tp=context.tp, split_dim=split_dim)
+    return Dropout(config.dropout, name=name, tp=context.tp, split_dim=split_dim, cp=context.cp)

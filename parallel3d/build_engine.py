@@ -20,7 +20,7 @@ from parallel3d.layers.parameter import (
     set_fused_gradients,
 )
 from parallel3d.layers.vocabulary import VocabParallelHead
-from parallel3d.mesh import Axis, Role, axes_of
+from parallel3d.mesh import ONE_RANK, Axis, Role, axes_of
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.runtime import PipelineRuntime
@@ -39,7 +39,8 @@ from parallel3d.sharding.optimizer_parts import ShardedData, local_parameters
 from parallel3d.sharding.settings import Dtypes, ShardingOptions
 
 # Builds the full model on the meta device, with its layers split over `tp`. Called as
-# model_class(config, tp=, sequence_parallel=, recompute=, recompute_every=, device=).
+# model_class(config, tp=, sequence_parallel=, recompute=, recompute_every=, device=), and with cp=
+# if the layout splits sequences.
 ModelClass = Callable[..., nn.Module]
 
 
@@ -62,14 +63,15 @@ def build_engine(
     schedule: Schedule,
     loss_fn: LossFunction,
     *,
+    cp: Axis = ONE_RANK,
     initialize: bool,
 ) -> Engine:
     """Builds the stages, parameters and pipeline of this rank.
 
     Each stage is built on the meta device, split over tp, compiled if `train.compile`, and sharded
-    over the data-parallel axes. Initial weights depend on the seed, not on the layout. Without
-    `initialize`, parameters stay uninitialized, to be loaded from a checkpoint. Raises ConfigError
-    if the model cannot mask documents as requested.
+    over the data-parallel axes. `cp` is the context-parallel axis. Initial weights depend on the
+    seed, not on the layout. Without `initialize`, parameters stay uninitialized, to be loaded from
+    a checkpoint. Raises ConfigError if the model cannot mask documents as requested.
     """
     parallel = recipe.parallel
     pp = mesh[Role.SPLIT_LAYERS]
@@ -82,6 +84,7 @@ def build_engine(
         recompute="full" if parallel.recompute == "every_n" else parallel.recompute,
         recompute_every=parallel.recompute_every or 1,
         device="meta",
+        **({"cp": cp} if cp.size > 1 else {}),
     )
     reference = build()
     ranges = stage_ranges(recipe, schedule)
@@ -98,10 +101,11 @@ def build_engine(
     check_nothing_lost({name for name, _ in named}, ranges, names)
     aliases = tied_names(reference)
     tied_ends = tuple(sorted(shared_by_ends(aliases, ranges, names)))
-    # Compiled graphs must not contain tp collectives, split backward passes, selective recompute,
-    # or document masks, whose sizes vary.
+    # Compiled graphs must not contain tp or cp collectives, split backward passes, selective
+    # recompute, or document masks, whose sizes vary.
     is_cut = schedule.splits or parallel.recompute == "selective"
-    compile_parts = compile_pieces if parallel.tp > 1 or is_cut or masks else compile_blocks
+    sends = parallel.tp * parallel.cp > 1
+    compile_parts = compile_pieces if sends or is_cut or masks else compile_blocks
     stages = []
     data = []
     parameters = []

@@ -74,13 +74,15 @@ class Axis:
         return self  # Process groups cannot be copied. Copied modules share them.
 
     @classmethod
-    def of(cls, mesh: DeviceMesh | None) -> Axis:
+    def of(cls, mesh: DeviceMesh | Axis | None) -> Axis:
         """Returns the axis of a one-dimensional mesh, or one of size 1 if `mesh` is None.
 
         Raises TypeError for other arguments.
         """
         if mesh is None:
             return ONE_RANK
+        if isinstance(mesh, Axis):
+            return mesh
         if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
             raise TypeError(
                 f"mesh = {mesh!r}: must be a one-dimensional DeviceMesh or None; pass an axis, for "

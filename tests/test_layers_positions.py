@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from parallel3d.config.recipe import RopeScaling
-from parallel3d.layers.fused_attention import own_mask
 from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
+from parallel3d.layers.sequence import visible
 
 
 def turned_exactly(x: torch.Tensor, theta: float) -> torch.Tensor:
@@ -57,7 +57,7 @@ def test_an_end_of_text_belongs_to_the_document_that_it_ends() -> None:
 
 
 def test_a_window_counts_the_query_itself() -> None:
-    mask = own_mask(4, causal=True, window=2, device=torch.device("cpu"))
+    mask = visible(range(4), range(4), True, 2, torch.device("cpu"))
     assert mask.int().tolist() == [
         [1, 0, 0, 0],
         [1, 1, 0, 0],

@@ -67,6 +67,7 @@ class AttentionCall:
     has_window: bool = False
     has_documents: bool = False
     has_dropout: bool = False
+    has_chunks: bool = False  # the queries are chunks of the sequence (context parallelism)
     trains: bool = True
 
 
@@ -111,8 +112,9 @@ def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionK
         )
     if device.type != "cuda":
         return AttentionKernel("cpu", in_pieces=call.has_documents)
-    has_mask = call.has_mask or call.has_window  # SDPA receives a window as a mask
-    is_cut = call.has_documents or call.has_window
+    # SDPA receives a window as a mask, and under context parallelism one for each block of queries.
+    has_mask = call.has_mask or call.has_window or call.has_chunks
+    is_cut = call.has_documents or call.has_window or call.has_chunks
     if is_cut and not call.has_mask and _has_varlen(call, device):
         return AttentionKernel("varlen")
     name = _fused(call, device, has_mask=has_mask)
@@ -121,7 +123,7 @@ def attention_kernel(call: AttentionCall, device: AttentionDevice) -> AttentionK
         name,
         repeats_heads=call.is_grouped and not takes_groups,
         in_pieces=call.has_documents,
-        mask_bytes=item + 2 if has_mask else 0,
+        mask_bytes=item + 2 if has_mask and not call.has_chunks else 0,
     )
     if name != "math":
         return kernel
@@ -175,6 +177,7 @@ def kernel_of_recipe(recipe: Recipe, device: AttentionDevice) -> AttentionKernel
         has_window=model.has_window(train.seq_len),
         has_documents=recipe.data.documents == "mask",
         has_dropout=model.attention_dropout > 0,
+        has_chunks=recipe.parallel.cp > 1,
     )
     return attention_kernel(call, device)
 
@@ -186,7 +189,8 @@ def attention_errors(recipe: Recipe, device: AttentionDevice) -> list[str]:
     train = recipe.train
     parallel = recipe.parallel
     scores = parallel.microbatch_size * (recipe.model.heads // parallel.tp)
-    quadratic_bytes = train.seq_len**2 * (scores * kernel.score_bytes + kernel.mask_bytes)
+    per_score = scores * kernel.score_bytes + kernel.mask_bytes
+    quadratic_bytes = train.seq_len**2 // parallel.cp * per_score
     if device.type != "cuda" or quadratic_bytes <= MOST_SCORE_BYTES:
         return []
     key = "train.precision"

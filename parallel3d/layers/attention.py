@@ -20,18 +20,20 @@ from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config.rules_layout import divides_key_value_heads
-from parallel3d.layers.dropout import Dropout
+from parallel3d.layers.context import attend_chunks, attend_to_whole
+from parallel3d.layers.dropout import Dropout, Within
 from parallel3d.layers.fused_attention import (
+    Segments,
     attend,
     attend_by_varlen,
     kernel_of,
-    own_mask,
 )
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
 from parallel3d.layers.loss import wide_dtype
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.parameter import LayerTp, ParallelModule
 from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
+from parallel3d.layers.sequence import visible
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,11 @@ class ParallelAttention(ParallelModule):
     kv_heads, tp / kv_heads neighboring ranks compute the same key/value head. The weights of k and
     v are then replicated, and their gradients are summed over tp.
 
-    Communication: that of one column-parallel and one row-parallel linear layer.
+    Under context parallelism (`ParallelContext(cp=...)`) seq is this rank's part of the sequence
+    (`SequencePart`), and `documents` and `positions` describe whole sequences. Masks are refused.
+
+    Communication: that of one column-parallel and one row-parallel linear layer, and with cp that
+    of `layers.context`.
 
     Args:
         hidden: Hidden size of the model.
@@ -100,6 +106,8 @@ class ParallelAttention(ParallelModule):
         >>> layer(torch.zeros(2, 8, 64)).shape
         torch.Size([2, 8, 64])
     """
+
+    is_recomputed = False  # True if the backward pass calls this layer again.
 
     def __init__(
         self,
@@ -159,8 +167,8 @@ class ParallelAttention(ParallelModule):
                 addition to causality and window.
             documents: Packed documents. Attention stays within each document, without a mask of
                 size seq^2.
-            positions: Positions [batch, seq] of the rotary embedding. Default: positions within
-                each document, or within the sequence without `documents`.
+            positions: Positions [batch, seq] of the rotary embedding, for whole sequences. Default:
+                positions within each document, or within the sequence without `documents`.
             key: Dropout key [batch] from `dropout_key`.
 
         Returns:
@@ -175,8 +183,8 @@ class ParallelAttention(ParallelModule):
                 raise ValueError(
                     "ParallelAttention: mask and documents cannot be combined; pass one of them"
                 )
-            parts = self.axis.size if self.sequence_parallel else 1
-            shape = (x_BSD.shape[0], x_BSD.shape[1] * parts)
+            ranks = self.axis.size if self.sequence_parallel else 1
+            shape = (x_BSD.shape[0], x_BSD.shape[1] * ranks * self.sequence_part.ranks)
             if documents.positions.shape != shape:
                 raise ValueError(
                     f"ParallelAttention: documents of shape {list(documents.positions.shape)}: "
@@ -184,6 +192,11 @@ class ParallelAttention(ParallelModule):
                 )
             if positions is None:
                 positions = documents.positions
+        if mask is not None and self.sequence_part.ranks > 1:
+            raise ValueError(
+                "ParallelAttention: mask cannot be combined with cp = "
+                f"{self.sequence_part.ranks}; pass documents instead, or use cp = 1"
+            )
         q, k, v = column_parallel(x_BSD, (self.q, self.k, self.v))
         # [B, S, H / n or G / n, K]
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
@@ -191,8 +204,8 @@ class ParallelAttention(ParallelModule):
             q = self.q_norm(q)
             k = self.k_norm(k)
         if self.rotary is not None:
-            q = self.rotary(q, positions)
-            k = self.rotary(k, positions)
+            q = self.rotary(q, positions, self.sequence_part)
+            k = self.rotary(k, positions, self.sequence_part)
         inputs = (q, k, v, mask, documents, key)
         if self.options.recompute and torch.is_grad_enabled() and not is_compiling():
             y = checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)
@@ -211,7 +224,8 @@ class ParallelAttention(ParallelModule):
     ) -> Tensor:  # q [B, S, H / n, K], k and v [B, S, G / n, K]
         causal = self.options.causal
         window = self.options.window
-        seq = q.shape[1]
+        part = self.sequence_part
+        seq = q.shape[1] * part.ranks
         dropout = self.dropout if self.training else None
         if window is not None and window >= seq:
             window = None  # A window this long hides nothing, so no mask is needed.
@@ -222,9 +236,29 @@ class ParallelAttention(ParallelModule):
             has_window=window is not None,
             has_documents=documents is not None,
             has_dropout=dropout is not None,
+            has_chunks=part.ranks > 1,
         )
+        if part.ranks > 1:
+            attend_block = partial(
+                self._attend_block, seq=seq, repeats_heads=kernel.repeats_heads, key=key
+            )
+            attend_own = partial(
+                attend_chunks,
+                part=part,
+                documents=documents,
+                causal=causal,
+                window=window,
+                attend_block=None if kernel.name == "varlen" else attend_block,
+            )
+            recomputed = self.options.recompute or self.is_recomputed
+            return attend_to_whole(q, k, v, part, attend_own, recomputed=recomputed)
         if kernel.name == "varlen":
-            return attend_by_varlen(q, k, v, documents, causal=causal, window=window)
+            if documents is not None:
+                segments = Segments(documents.starts, max(documents.lengths))
+            else:
+                starts = torch.arange(len(q) + 1, device=q.device, dtype=torch.int32) * seq
+                segments = Segments(starts, seq)
+            return attend_by_varlen(q, k, v, segments, segments, causal=causal, window=window)
         if documents is not None:
             return self._attend_each(q, k, v, documents.lengths)
         if kernel.repeats_heads:
@@ -233,16 +267,61 @@ class ParallelAttention(ParallelModule):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         if mask is None and window is None and dropout is None:
             return attend(q, k, v, None, causal=causal).transpose(1, 2)
-        own = own_mask(seq, causal=causal, window=window, device=q.device)
+        own = visible(range(seq), range(seq), causal, window, q.device)
         mask = own if mask is None else mask & own
         if dropout is None:
             return attend(q, k, v, mask, causal=False).transpose(1, 2)
-        # Computed explicitly as [B, H, S, S]. torch's kernels draw dropout from one generator, so
-        # tp ranks with equal seeds would drop the same elements of different heads.
+        return self._attend_with_dropout(q, k, v, mask, key, {}).transpose(1, 2)
+
+    def _attend_block(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        queries: range,
+        keys: range,
+        *,
+        seq: int,
+        repeats_heads: bool,
+        key: Tensor | None,
+    ) -> Tensor:
+        """Attention of a few queries, given their positions and those of the keys near them."""
+        causal = self.options.causal
+        window = self.options.window
+        if repeats_heads:
+            k, v = (part.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for part in (k, v))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        if self.dropout is not None and self.training:
+            mask = visible(queries, keys, causal, window, q.device)
+            within = {2: (queries, seq), 3: (keys, seq)}
+            return self._attend_with_dropout(q, k, v, mask, key, within).transpose(1, 2)
+        bias: Tensor | None = None
+        if causal:
+            mask_of = self.sequence_part.last_queries_mask
+            bias = mask_of(len(queries), len(keys), longest=seq, window=window, like=q)
+        elif window is not None:
+            bias = visible(queries, keys, causal, window, q.device)
+        return attend(q, k, v, bias, causal=False).transpose(1, 2)
+
+    def _attend_with_dropout(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor,
+        key: Tensor | None,
+        within: Within,
+    ) -> Tensor:
+        """Computes the scores [B, H, S, T] explicitly.
+
+        torch's kernels draw dropout from one generator, so tp ranks with equal seeds would drop the
+        same elements of different heads.
+        """
+        assert self.dropout is not None
         scores = q @ k.transpose(-1, -2) * self.head_dim**-0.5
         scores = scores.masked_fill(~mask, float("-inf"))
         probabilities = scores.softmax(dim=-1, dtype=wide_dtype(scores)).to(v.dtype)
-        return (dropout(probabilities, key) @ v).transpose(1, 2)
+        return self.dropout(probabilities, key, within) @ v
 
     def _attend_each(self, q: Tensor, k: Tensor, v: Tensor, lengths: Sequence[int]) -> Tensor:
         each = [part.flatten(0, 1).unsqueeze(0).split(lengths, dim=1) for part in (q, k, v)]

@@ -15,13 +15,17 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 
+from parallel3d.layers.sequence import SequencePart
 from parallel3d.mesh import Axis
 
+# Dims of which a tensor holds only a range of indices: dim -> (range, size of the full dim).
+Within = Mapping[int, tuple[range, int]]
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio as int64: its multiples are far apart.
 _FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
 _SECOND_FACTOR = 0x94D049BB133111EB - 2**64
@@ -50,8 +54,9 @@ def dropout_key(seed: int, step: int, samples: Tensor) -> Tensor:
 class Dropout(nn.Module):
     """Zeroes elements with probability p and scales the others by 1 / (1 - p) during training.
 
-    No communication. The forward pass takes x [batch, ..., rows, columns] and `key` [batch] from
-    `dropout_key`. Move the keys of a step to the GPU in one copy.
+    No communication. The forward pass takes x [batch, ..., rows, columns], `key` [batch] from
+    `dropout_key`, and `within`, the dims of which x is only a slice. Move the keys of a step to the
+    GPU in one copy.
 
     Args:
         p: Dropout probability, at least 0 and below 1.
@@ -59,6 +64,7 @@ class Dropout(nn.Module):
         tp: Tensor-parallel axis.
         split_dim: Dim of x that is split over tp: 1 under sequence parallelism, -1 between a
             column-parallel and a row-parallel layer. None if x is replicated.
+        cp: Context-parallel axis, over which the sequence, dim 1 of x, is split.
 
     Raises:
         ValueError: p is out of range, or `key` does not have one number per sequence.
@@ -70,7 +76,13 @@ class Dropout(nn.Module):
     """
 
     def __init__(
-        self, p: float, *, name: str, tp: DeviceMesh | None = None, split_dim: int | None = None
+        self,
+        p: float,
+        *,
+        name: str,
+        tp: DeviceMesh | None = None,
+        split_dim: int | None = None,
+        cp: DeviceMesh | Axis | None = None,
     ) -> None:
         super().__init__()
         if not 0.0 <= p < 1.0:
@@ -79,11 +91,12 @@ class Dropout(nn.Module):
         self.name = name
         self.split_dim = split_dim
         self.axis = Axis.of(tp)
+        self.sequence_part = SequencePart(Axis.of(cp))
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         # A tensor, so that all blocks share one compiled graph. It is not in the state dict.
         self.salt = torch.tensor(int.from_bytes(digest, "big", signed=True), device="cpu")
 
-    def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, key: Tensor | None = None, within: Within | None = None) -> Tensor:
         if not self.training or self.p == 0.0:
             return x
         if key is None or key.shape != x.shape[:1]:
@@ -91,22 +104,28 @@ class Dropout(nn.Module):
                 f"Dropout {self.name}: key must hold one number per sequence; pass "
                 "key=dropout_key(seed, step, samples)"
             )
-        mask = self.dropped(x, key)
+        mask = self.dropped(x, key, within or {})
         # Autograd saves only the mask, one byte per element.
         return x.masked_fill(mask, 0.0) * (1 / (1 - self.p))
 
-    def dropped(self, x: Tensor, key: Tensor) -> Tensor:
+    def dropped(self, x: Tensor, key: Tensor, within: Within) -> Tensor:
         """Returns a mask in the shape of x, True for dropped elements."""
         # The counter of an element is its global position in the sample plus a hash of the sample
         # key and the layer name.
         counter = _split_mix(key.to(x.device, non_blocking=True) + self.salt)
         whole = list(x.shape)
+        firsts = [0] * x.ndim
         if self.split_dim is not None:
+            firsts[self.split_dim] = self.axis.rank * whole[self.split_dim]
             whole[self.split_dim] *= self.axis.size
+        for dim, (own, size) in within.items():
+            firsts[dim] = own.start
+            whole[dim] = size
+        whole[1] *= self.sequence_part.ranks
         for dim in range(1, x.ndim):
-            size = x.shape[dim]
-            first = self.axis.rank * size if whole[dim] > size else 0
-            place = torch.arange(first, first + size, device=x.device)
+            place = torch.arange(firsts[dim], firsts[dim] + x.shape[dim], device=x.device)
+            if dim == 1 and self.sequence_part.ranks > 1:
+                place = self.sequence_part.positions(whole[1], x.device)[place]
             counter = counter.unsqueeze(-1) + place * math.prod(whole[dim + 1 :])
         # Drops an element if its hash is among the p * 2^64 smallest of the 2^64 values. The factor
         # comes last, because inductor would turn a product of positions into an index, which

@@ -5,6 +5,10 @@ Shapes: B batch, S sequence, H query heads and G key/value heads of one tp rank,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -15,7 +19,6 @@ from parallel3d.config.attention_kernels import (
     AttentionKernel,
     attention_kernel,
 )
-from parallel3d.layers.positions import PackedDocuments
 
 TORCH_VERSION = (int(torch.__version__.split(".")[0]), int(torch.__version__.split(".")[1]))
 
@@ -62,54 +65,48 @@ def attend(
     )
 
 
+class Segments(NamedTuple):
+    """Segments into which the tokens of a batch are divided, in order."""
+
+    starts: Tensor  # int32 [segments + 1]. Index of each first token, then the number of tokens.
+    longest: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        return cls(starts.to(device, non_blocking=True), max(lengths))
+
+
 def attend_by_varlen(
     q_BSHK: Tensor,
-    k_BSGK: Tensor,
-    v_BSGK: Tensor,
-    documents: PackedDocuments | None,
+    k_BTGK: Tensor,
+    v_BTGK: Tensor,
+    queries: Segments,
+    keys: Segments,
     *,
     causal: bool,
     window: int | None,
 ) -> Tensor:
     """Computes attention [B, S, H, K] with torch's variable-length kernel for CUDA.
 
-    Attention stays within each document, or within each sequence if `documents` is None. Keys
-    outside the window cost nothing.
+    Each segment of queries attends to the segment of keys with the same index, of which its queries
+    are the last tokens if `causal`. Keys outside the window cost nothing.
     """
     # Imported lazily, because it imports the compiler.
     from torch.nn.attention.varlen import varlen_attn
 
-    (batch, seq, heads, _), device = q_BSHK.shape, q_BSHK.device
-    if documents is None:
-        starts = torch.arange(batch + 1, device=device, dtype=torch.int32) * seq
-        longest = seq
-    else:
-        starts = documents.starts
-        longest = max(documents.lengths)
     # `window` counts the query's own position, the kernel does not. -1 means no limit.
     side = -1 if window is None else window - 1
     y = varlen_attn(
         q_BSHK.flatten(0, 1),
-        k_BSGK.flatten(0, 1),
-        v_BSGK.flatten(0, 1),
-        starts,
-        starts,
-        longest,
-        longest,
+        k_BTGK.flatten(0, 1),
+        v_BTGK.flatten(0, 1),
+        queries.starts,
+        keys.starts,
+        queries.longest,
+        keys.longest,
         window_size=(side, 0 if causal else side),
-        enable_gqa=heads != k_BSGK.shape[2],
+        enable_gqa=q_BSHK.shape[2] != k_BTGK.shape[2],
     )
     assert isinstance(y, Tensor)  # The kernel returns a second result only on request.
-    return y.unflatten(0, (batch, seq))
-
-
-def own_mask(seq: int, *, causal: bool, window: int | None, device: torch.device) -> Tensor:
-    """Returns the causal and window mask [S, S], True if a query may see a key.
-
-    With `window` a query sees that many keys up to itself (Beltagy et al. 2020, arXiv 2004.05150,
-    and Mistral). If not causal, it also sees that many from itself onward.
-    """
-    place = torch.arange(seq, device=device)
-    distance = place.unsqueeze(1) - place
-    is_near = distance.abs() < (window or seq)
-    return is_near & (distance >= 0) if causal else is_near
+    return y.unflatten(0, q_BSHK.shape[:2])

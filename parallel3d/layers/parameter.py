@@ -24,6 +24,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ from parallel3d.layers.gradients import (
 )
 from parallel3d.layers.regions import all_gather_to_region, copy_to_region
 from parallel3d.layers.replica_check import differ, fingerprint
+from parallel3d.layers.sequence import SequencePart
 from parallel3d.mesh import ONE_RANK, Axis
 from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import draw_dtensors_by, local_of
@@ -95,6 +97,9 @@ class ParallelContext:
         init: Initializer of weight matrices.
         row_init: Initializer of row-parallel weights, which write to the residual stream. Default:
             `init`.
+        cp: Context-parallel axis, over which each sequence is split (`SequencePart`). Every rank
+            computes a partial sum of each parameter's gradient, which you sum over cp. None means
+            whole sequences.
 
     Example:
         >>> context = parallel3d.ParallelContext(tp, sequence_parallel=True, dtype=torch.bfloat16)
@@ -108,6 +113,12 @@ class ParallelContext:
     dtype: torch.dtype | None = None
     init: Initializer = Normal(0.02)
     row_init: Initializer | None = None
+    cp: DeviceMesh | Axis | None = None
+
+    @cached_property
+    def sequence_part(self) -> SequencePart:
+        """Part of each sequence that this rank has, shared by all layers with this context."""
+        return SequencePart(Axis.of(self.cp))
 
 
 LayerTp = ParallelContext | DeviceMesh | None
@@ -319,6 +330,7 @@ class ParallelModule(ShardedModule):
         self.context = tp if isinstance(tp, ParallelContext) else ParallelContext(tp)
         self.tp = self.context.tp
         self.sequence_parallel = self.context.sequence_parallel
+        self.sequence_part = self.context.sequence_part
         self.axis = Axis.of(self.tp)
         self.specs: dict[str, ParameterSpec] = {}
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from parallel3d.config.recipe import RopeScaling
 from parallel3d.layers.loss import wide_dtype
 from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec, Pointwise
+from parallel3d.layers.sequence import WHOLE, SequencePart
 from parallel3d.mesh import ONE_RANK
 
 
@@ -26,7 +27,8 @@ class LearnedPositions(ParallelModule, nn.Embedding):
     In the latter case each tp rank adds the embeddings of its own tokens, and the weight's gradient
     is summed over tp.
 
-    The forward pass also takes `positions` [batch, seq] of the full sequence. Default: 0, 1, ...
+    The forward pass also takes `positions` [batch, seq] of whole sequences. Default: 0, 1, ...
+    Under context parallelism, x has only this rank's part of each sequence.
 
     Args:
         longest: Number of positions.
@@ -59,8 +61,8 @@ class LearnedPositions(ParallelModule, nn.Embedding):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         own = x.shape[1]
         axis = self.axis if self.sequence_parallel else ONE_RANK
-        length = own * axis.size
-        first = own * axis.rank
+        length = own * axis.size * self.sequence_part.ranks
+        mine = slice(own * axis.rank, own * (axis.rank + 1))
         if length > self.num_embeddings:
             raise ValueError(
                 f"LearnedPositions: a sequence of {length} tokens exceeds the "
@@ -68,10 +70,10 @@ class LearnedPositions(ParallelModule, nn.Embedding):
             )
         weight = self.replicated("weight")
         if positions is None:
-            return x + weight[first : first + own]
+            return x + self.sequence_part.take(weight[:length], 0)[mine]
         # The lookup is in float32, so that gradients of equal positions are summed in float32.
         wide = weight.to(wide_dtype(weight))
-        return x + F.embedding(positions[:, first : first + own], wide).to(x.dtype)
+        return x + F.embedding(self.sequence_part.take(positions, 1)[:, mine], wide).to(x.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,19 +179,24 @@ class RotaryEmbedding(nn.Module):
         self._table: tuple[Tensor, Tensor] | None = None
         self.pointwise: Pointwise = turned
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, part: SequencePart = WHOLE
+    ) -> Tensor:
         """Rotates x by its positions.
 
         Args:
             x: Queries or keys [batch, seq, heads, head_dim].
-            positions: [batch, seq], each below seq. Default: 0, 1, ...
+            positions: [batch, seq] of whole sequences, each below seq. Default: 0, 1, ...
+            part: Part of each sequence that x has. Default: all of it.
 
         Returns:
             Tensor in the shape and dtype of x.
         """
-        length = x.shape[1]
-        cos, sin = self.make_table(length, x)
-        return self.pointwise(x, cos[:length], sin[:length], positions)
+        length = x.shape[1] * part.ranks
+        cos, sin = (table[:length] for table in self.make_table(length, x))
+        if positions is None:
+            return self.pointwise(x, part.take(cos, 0), part.take(sin, 0), None)
+        return self.pointwise(x, cos, sin, part.take(positions, 1))
 
     def make_table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cos and sin [at least `length`, 1, head_dim] on the device of `like`.

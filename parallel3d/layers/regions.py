@@ -153,7 +153,7 @@ def all_to_all_of_region(x: Tensor, tp: Tp) -> Tensor:
 def _apply(
     x: Tensor, tp: Tp, dim: int, *, forward: Change, backward: Change, divides: bool = False
 ) -> Tensor:
-    axis = tp if isinstance(tp, Axis) else Axis.of(tp)
+    axis = Axis.of(tp)
     if axis.size == 1:
         return x
     if divides and x.shape[dim] % axis.size:

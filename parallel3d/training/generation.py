@@ -30,6 +30,7 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
     seq_len = train.seq_len
     tp = trainer.axes[Role.SPLIT_TENSORS]
     pp = trainer.axes[Role.SPLIT_LAYERS]
+    part = trainer.sequence_part
     ids = tokenizer.encode(train.sample_prompt).tolist()[-seq_len:] or [tokenizer.end_of_text]
     prompt_length = len(ids)
     end_of_text = tokenizer.end_of_text if trainer.recipe.data.documents == "mask" else None
@@ -44,8 +45,10 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
         outputs = trainer.logits(batch, documents_ended_by(end_of_text, batch))
         token = torch.zeros((), dtype=torch.int64, device=trainer.device)
         if outputs:  # Only the ranks of the last stage have logits.
-            # [vocab / tp] -> [vocab]
-            logits = gather(outputs[0][0, len(window) - 1], tp, dim=0)
+            # The sum broadcasts the logits of the last token, which one rank of cp has.
+            is_last = part.positions(seq_len, trainer.device) == len(window) - 1
+            own = outputs[0][0].masked_fill(~is_last.unsqueeze(1), 0.0).sum(0)
+            logits = gather(all_reduce(own, part.axis), tp, dim=0)  # [vocab / tp] -> [vocab]
             # Ids beyond the tokenizer's vocabulary are padding, so they are not drawn.
             token.fill_(draw(logits[: tokenizer.vocab_size].float().cpu(), train, generator))
         # The sum broadcasts the token, which is 0 on all other stages.

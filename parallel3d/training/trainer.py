@@ -24,7 +24,8 @@ from parallel3d.engine import Observe
 from parallel3d.errors import ConfigError
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.dropout import dropout_key
-from parallel3d.mesh import Axis, Role, axes_of, replica_mesh
+from parallel3d.layers.sequence import SequencePart
+from parallel3d.mesh import Axis, Role, axes_of, replica_mesh, sequence_axis
 from parallel3d.optimizers.build import build_optimizer
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.schedule import Schedule
@@ -100,6 +101,8 @@ class Trainer:
                 "local_sgd.sync_every=null"
             )
         self.axes = axes_of(self.mesh)
+        cp = sequence_axis(self.mesh, recipe.parallel.cp)
+        self.sequence_part = SequencePart(cp)
         self.loss = MeanLoss(own_recipe, self.axes[Role.SPLIT_TENSORS], gpu_bytes)
         self.engine = build_engine(
             model_class,
@@ -108,6 +111,7 @@ class Trainer:
             device,
             self.schedule_of(own_recipe.microbatches),
             self.loss,
+            cp=cp,
             initialize=initialize,
         )
         self.pipeline = self.engine.pipeline
@@ -176,14 +180,14 @@ class Trainer:
         """
         step = self.step + 1
         recipe = self.recipe
-        labels = self._on_device(batch.labels)
+        labels = self._own(batch.labels)
         rate = learning_rate(recipe.optimizer, step, recipe.train.steps)
         for group in self.optimizer.param_groups:
             # Muon can use a different learning rate for its matrices.
             group["lr"] = rate * group.get("lr_ratio", 1.0)
         self.loss.scale = self.progress.loss_scale or 1.0
         loss = self.pipeline.run(
-            self._on_device(batch.inputs),
+            self._own(batch.inputs),
             labels,
             sizes=self._sizes(labels),
             recorder=recorder,
@@ -243,9 +247,9 @@ class Trainer:
         results = []
         with self._evaluating():
             for batch in batches:
-                labels = self._on_device(batch.labels)
+                labels = self._own(batch.labels)
                 loss = self.pipeline.evaluate(
-                    self._on_device(batch.inputs),
+                    self._own(batch.inputs),
                     labels,
                     sizes=self._sizes(labels),
                     keywords=self._keywords(batch.documents),
@@ -264,12 +268,14 @@ class Trainer:
             documents: Document masks of packed sequences, one per microbatch. None: no mask.
 
         Returns:
-            [batch, seq, vocab / tp] per microbatch on the ranks of the last stage, or [batch, seq,
-            vocab] if the model gathers its logits. An empty list on other ranks.
+            [batch, seq / cp, vocab / tp] per microbatch on the ranks of the last stage, or [batch,
+            seq / cp, vocab] if the model gathers its logits. An empty list on other ranks. The
+            positions are those of the rank's `sequence_part`.
         """
+        own = self._own(ids)
         with self._evaluating():
             outputs = self.pipeline.forward(
-                self._on_device(ids), sizes=self._sizes(ids), keywords=self._keywords(documents)
+                own, sizes=self._sizes(own), keywords=self._keywords(documents)
             )
             return [self.loss.logits(output) for output in outputs]
 
@@ -286,6 +292,10 @@ class Trainer:
     def _on_device(self, x: Tensor) -> Tensor:
         """Copies a host tensor to the device, without blocking if it is in pinned memory."""
         return x.to(self.device, non_blocking=True)
+
+    def _own(self, tokens: Tensor) -> Tensor:
+        """Copies this rank's part of the sequences in `tokens` [..., seq] to the device."""
+        return self._on_device(self.sequence_part.take(tokens, tokens.ndim - 1))
 
     def _keywords(
         self, documents: Documents, samples: Tensor | None = None
@@ -307,7 +317,7 @@ class Trainer:
         return keywords or None
 
     def _sizes(self, ids: Tensor) -> dict[str, int]:
-        """Returns the named sizes of the boundaries for `ids` [microbatches, batch, seq]."""
+        """Returns the named sizes of the boundaries for `ids` [microbatches, batch, seq / cp]."""
         parts = self.axes[Role.SPLIT_TENSORS].size if self.recipe.parallel.sequence_parallel else 1
         return {"batch": ids.shape[1], "seq": ids.shape[2] // parts}
 

@@ -1,0 +1,93 @@
+"""Context parallelism trains the model of one process: losses and gradient norms of 20 clipped
+steps beside plain torch, and beside one process for what plain torch lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from _pytest.mark import ParameterSet
+
+from parallel3d.config.recipe import DataConfig, LocalSgdConfig, ModelConfig, ParallelConfig, Recipe
+from tests.distributed.training_cases import (
+    DEEP_TIED,
+    DROPPED,
+    GPT,
+    GROUPED,
+    QWEN,
+    STEPS,
+    TIED,
+    Curve,
+    assert_follows,
+    label,
+    make_recipe,
+    make_trainer,
+    one_case,
+    plain_curve,
+    train,
+)
+
+MULTI_QUERY = replace(GROUPED, kv_heads=1)
+SP2 = {"tp": 2, "sequence_parallel": True}
+INTERLEAVED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
+
+LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
+    (GROUPED, {"cp": 2}),
+    (TIED, {"cp": 4, "microbatch_size": 4, "recompute": "selective"}),
+    (GROUPED, {"cp": 2, "tp": 2, "recompute": "full", "microbatch_size": 2}),
+    (MULTI_QUERY, {"cp": 2, **SP2, "microbatch_size": 2}),
+    (TIED, {"cp": 2, "pp": 2}),
+    (DEEP_TIED, {"cp": 2, "pp": 2, **INTERLEAVED, "recompute": "full"}),
+    (GROUPED, {"cp": 2, "pp": 2, "schedule": "zb_h1", "microbatch_size": 2}),
+    (GROUPED, {"cp": 2, "dp_shard": 2, "sharding": "SHARD_OPTIMIZER"}),
+    (GROUPED, {"cp": 2, "dp_shard": 2, "sharding": "NO_SHARD", "microbatch_size": 2}),
+    (TIED, {"cp": 2, "dp_replicate": 2}),
+    (TIED, {"cp": 2, **SP2, "pp": 2, "recompute": "every_n", "recompute_every": 2}),
+]
+
+
+def run(recipe: Recipe) -> Curve:
+    return train(make_trainer(recipe), STEPS)
+
+
+@pytest.mark.parametrize("model, parallel", [one_case(*each) for each in LAYOUTS])
+def test_layout_trains_as_plain_torch_does(
+    world: Callable, model: ModelConfig, parallel: ParallelConfig
+) -> None:
+    recipe = make_recipe(model, parallel)
+    curves = world(parallel.world_size).run(run, recipe)
+    for curve in curves:
+        assert curve == curves[0], "the ranks do not agree on what they did"
+    assert_follows(curves[0], plain_curve(recipe))
+
+
+def special(
+    model: ModelConfig, more: dict[str, Any] | None = None, **sections: Any
+) -> ParameterSet:
+    parallel = ParallelConfig(cp=2, **(more or {}))
+    recipe = replace(make_recipe(model, parallel), **sections)
+    name = "-".join([model.architecture, label(parallel, model), *sections])
+    return pytest.param(recipe, id=name)
+
+
+MASKED = DataConfig(documents="mask")
+SPECIAL = [
+    special(QWEN),  # a window, and positions by yarn
+    special(QWEN, SP2, data=MASKED),
+    special(GROUPED, {"recompute": "full", "microbatch_size": 2}, data=MASKED),
+    special(GPT, SP2, data=MASKED),
+    special(DROPPED),
+    special(replace(DROPPED, architecture="gpt", kv_heads=None, max_positions=32), SP2),
+    special(GROUPED, {"dp_replicate": 2}, local_sgd=LocalSgdConfig(sync_every=3)),
+]
+
+
+@pytest.mark.parametrize("recipe", SPECIAL)
+def test_layout_trains_as_one_process_does(world: Callable, recipe: Recipe) -> None:
+    replicas = recipe.parallel.dp_replicate
+    alone = replace(recipe, parallel=ParallelConfig(dp_replicate=replicas))
+    (curve, *_) = world(recipe.parallel.world_size).run(run, recipe)
+    (reference, *_) = world(replicas).run(run, alone)
+    assert_follows(curve, reference)
