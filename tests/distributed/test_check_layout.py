@@ -26,9 +26,12 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.rules import Column, Rules
-from parallel3d.layers import norm
+from parallel3d.data.loader import Batch
+from parallel3d.layers import context, norm
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import ParameterSpec
+from parallel3d.layers.positions import RotaryEmbedding
+from parallel3d.layers.sequence import SequencePart
 from parallel3d.mesh import Axis
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe
@@ -38,6 +41,9 @@ from parallel3d.tools.check_layout.model import ModelCheck, record_model
 from parallel3d.tools.check_layout.plain import record_plain
 from parallel3d.tools.check_layout.record import record_recipe
 from parallel3d.tools.check_layout.shrink import shrink
+from parallel3d.training.loss import MeanLoss
+from parallel3d.training.step_result import StepResult
+from parallel3d.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 STEPS = 2
@@ -126,7 +132,33 @@ def completed_twice(self: engine.Engine, observe: Any = None) -> None:
     self.data = data
 
 
+def positions_from_zero(self: RotaryEmbedding, x: Tensor, *_: object) -> Tensor:
+    return ROTATE(self, x)
+
+
+def labels_shifted_on_each_rank(self: Trainer, batch: Batch, **settings: Any) -> StepResult:
+    """The label of a part's last token is the first token of the part."""
+    take = self.sequence_part.take
+    labels = batch.labels.clone()
+    own = self.sequence_part.positions(labels.shape[2], labels.device)
+    labels[..., own] = take(batch.inputs, 2).roll(-1, 2)
+    return TRAIN_STEP(self, replace(batch, labels=labels), **settings)
+
+
+def own_keys_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return ctx.part.take(grad, 1), None, None
+
+
+def chunks_in_rank_order(
+    self: SequencePart, parts: list[Tensor], dim: int, out: Tensor | None = None
+) -> Tensor:
+    return torch.cat(parts, dim, out=out)
+
+
 LAYER_NORM = nn.LayerNorm.forward
+ROTATE = RotaryEmbedding.forward
+TRAIN_STEP = Trainer.train_step
+MEAN_LOSS = MeanLoss.__call__
 BOX = ParameterSpec.box
 SQUARED_NORM = engine.Engine.squared_norm
 COMPLETE = engine.Engine.finish_gradients
@@ -137,6 +169,20 @@ PATCHES: dict[str, tuple[object, str, object]] = {
     "weights cut in the wrong order": (ParameterSpec, "box", cut_backwards),
     "dp averaging forgotten": (sys.modules[__name__], "divisor", lambda mesh: 1),
     "tied summed twice": (engine.Engine, "finish_gradients", completed_twice),
+    "positions from 0 on each rank": (RotaryEmbedding, "forward", positions_from_zero),
+    "labels shifted after slicing": (Trainer, "train_step", labels_shifted_on_each_rank),
+    "gradients of k and v not summed": (context._GatherWhole, "backward", own_keys_gradient),
+    "norm counts a number cp times": (
+        engine.Engine,
+        "squared_norm",
+        lambda self: 2 * SQUARED_NORM(self),
+    ),
+    "chunks in another order": (SequencePart, "joined", chunks_in_rank_order),
+    "loss divided by local tokens": (
+        MeanLoss,
+        "__call__",
+        lambda self, *args: 2 * MEAN_LOSS(self, *args),
+    ),
 }
 
 
@@ -198,6 +244,8 @@ SEQUENCE = {"tp": 2, "sequence_parallel": True}
 LAYOUTS = [
     ("quickstart", {**SEQUENCE, "tied": True}),
     ("quickstart", {"pp": 2, "tied": True}),
+    ("quickstart", {"cp": 2, **SEQUENCE}),
+    ("quickstart", {"cp": 2, "pp": 2, "model": GPT}),
     ("quickstart", {"dp_replicate": 2, "dp_shard": 2, "recompute": "full"}),
     # The others' models are one of two when they are shrunk.
     ("gpt2-124m", {"tp": 2, "pp": 2}),
@@ -238,6 +286,7 @@ def test_a_model_of_the_users_is_the_same(
 def test_a_planted_fault_is_named(checked: Callable) -> None:
     sequence_parallel = small("quickstart", **SEQUENCE)
     tied = small("quickstart", pp=2, tied=True)
+    split = small("quickstart", cp=2)
     faults = {
         "weights cut in the wrong order": (small("quickstart", tp=2), 0, "initial weight"),
         "output doubled": (toy(tp=2), 1, "output of blocks.0.norm"),
@@ -245,6 +294,12 @@ def test_a_planted_fault_is_named(checked: Callable) -> None:
         "dp averaging forgotten": (toy(dp_shard=2), 1, "gradient of head.weight"),
         "tied summed twice": (tied, 1, "gradient of embed.weight"),
         "replicated twice in the norm": (small("quickstart", tp=2), 1, "gradient norm"),
+        "positions from 0 on each rank": (split, 1, "output of layers.0.attention"),
+        "labels shifted after slicing": (split, 1, "loss"),
+        "gradients of k and v not summed": (split, 1, "gradient of layers.1.attention.v.weight"),
+        "norm counts a number cp times": (split, 1, "gradient norm"),
+        "chunks in another order": (split, 1, "output of layers.0.attention"),
+        "loss divided by local tokens": (split, 1, "loss"),
     }
     assert faults.keys() == PATCHES.keys()
     for fault, (job, step, what) in faults.items():

@@ -110,6 +110,12 @@ def saved_by_four(world: Callable, tmp_path_factory: pytest.TempPathFactory) -> 
     return path, world(4).run(straight_through, DEEP_TIED, TP2_PP2, path)[0]
 
 
+@pytest.fixture(scope="module")
+def saved_by_cp(world: Callable, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
+    path = tmp_path_factory.mktemp("cp") / "step_00000003"
+    return path, world(2).run(straight_through, TIED, ParallelConfig(cp=2), path)[0]
+
+
 @pytest.mark.parametrize(
     "model, parallel",
     LAYOUTS,
@@ -156,6 +162,24 @@ def test_resuming_in_another_layout_goes_on_alike(
 ) -> None:
     path, uninterrupted = saved_by_four
     curve = world(size).run(resumed, DEEP_TIED, parallel, path)[0]
+    assert_follows(curve, uninterrupted[HALF:], last=None)
+
+
+def test_a_run_with_context_parallelism_is_resumed_bitwise(
+    world: Callable, saved_by_cp: tuple[Path, Curve]
+) -> None:
+    path, uninterrupted = saved_by_cp
+    curve = world(2).run(resumed, TIED, ParallelConfig(cp=2), path)[0]
+    assert curve == uninterrupted[HALF:]
+
+
+@pytest.mark.parametrize("axes", [{}, {"cp": 4}, {"tp": 2}, {"dp_shard": 4}], ids=str)
+def test_a_run_with_context_parallelism_goes_on_in_any_layout(
+    world: Callable, saved_by_cp: tuple[Path, Curve], axes: dict[str, int]
+) -> None:
+    path, uninterrupted = saved_by_cp
+    parallel = ParallelConfig(**axes)  # type: ignore[arg-type]
+    curve = world(parallel.world_size).run(resumed, TIED, parallel, path)[0]
     assert_follows(curve, uninterrupted[HALF:], last=None)
 
 

@@ -49,6 +49,7 @@ def test_every_layout_writes_the_same_text(world: Callable) -> None:
             sequence_parallel=True,
             microbatch_size=8,
         ),
+        ParallelConfig(cp=2, tp=2, microbatch_size=2),
         ParallelConfig(
             pp=2, dp_shard=2, microbatch_size=2, schedule="interleaved_1f1b", virtual_stages=3
         ),

@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.mesh import Role, dp_rank
+from parallel3d.layers.sequence import SequencePart
+from parallel3d.mesh import SPLIT_SEQUENCES, Axis, Role, dp_rank
 from parallel3d.tools.check_layout.data import Array, TrainingRecord, Views
 
 What = Literal["initial weight", "output", "loss", "gradient", "gradient norm", "parameter"]
@@ -40,7 +42,8 @@ _CAUSES: dict[What, str] = {
     ),
     "output": (
         "all earlier outputs agree, so check this module: a missing or duplicate sum over tp, a "
-        "bias added on every rank before the sum, a gather in the wrong order"
+        "bias added on every rank before the sum, a gather in the wrong order, positions that are "
+        "not those of the rank's tokens"
     ),
     "loss": (
         "every output agrees: the loss is divided by a wrong number, or summed over wrong ranks"
@@ -182,18 +185,21 @@ def expected_part(
     full: Array, shape: tuple[int, ...], rank: int, parallel: ParallelConfig
 ) -> Array | None:
     """Returns the part of a single-process output that `rank` should have: the batch of its
-    data-parallel rank, and in each other dimension all entries or the shard of its tp rank. Returns
-    None if `shape` matches neither.
+    data-parallel rank, its part of the sequence (dimension 1), and in each dimension all of these
+    entries or the shard of its tp rank. Returns None if `shape` does not match.
     """
+    coordinates = parallel.coordinates(rank)._asdict()
     shards = parallel.axes[Role.SPLIT_TENSORS]
-    shard = parallel.coordinates(rank)._asdict()[Role.SPLIT_TENSORS]
     if len(shape) != full.ndim or shape[0] * parallel.dp != full.shape[0]:
         return None
     part = np.split(full, parallel.dp, axis=0)[dp_rank(parallel, rank)]
+    if parallel.cp > 1 and part.shape[1] % (2 * parallel.cp) == 0:
+        sequence = SequencePart(Axis(parallel.cp, coordinates[SPLIT_SEQUENCES], None))
+        part = sequence.take(torch.from_numpy(part), 1).numpy()
     for dim in range(1, full.ndim):
-        if shape[dim] * shards == full.shape[dim]:
-            part = np.split(part, shards, axis=dim)[shard]
-        elif shape[dim] != full.shape[dim]:
+        if shape[dim] * shards == part.shape[dim]:
+            part = np.split(part, shards, axis=dim)[coordinates[Role.SPLIT_TENSORS]]
+        elif shape[dim] != part.shape[dim]:
             return None
     return part
 

@@ -30,8 +30,7 @@ def shrink(
     """
     parallel = recipe.parallel
     train = recipe.train
-    # Number of tensor-parallel shards of a layer.
-    shards = parallel.world_size // (parallel.dp * parallel.pp)
+    shards = parallel.tp
     microbatches = max(1, min(recipe.microbatches, 2 * parallel.pp))
     microbatch_size = min(parallel.microbatch_size, 2)
     # Everything is float32, because bf16 would amplify the rounding differences of gradients.
@@ -49,7 +48,7 @@ def shrink(
             train,
             steps=steps,
             global_batch_size=parallel.dp * microbatch_size * microbatches,
-            seq_len=_up(SEQ_LEN, shards),
+            seq_len=_up(SEQ_LEN, 2 * parallel.cp * shards if parallel.cp > 1 else shards),
             precision="fp32",
             loss_chunk_tokens=None,
             batch_warmup_start=None,
