@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, fields
+from inspect import signature
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from parallel3d.config.load import read_options
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.config.rules import refuse
 from parallel3d.config.yaml_text import shown
+from parallel3d.errors import ConfigError
 from parallel3d.existing_model import ExistingModel
 from parallel3d.layers.parameter import ParallelModule
 from parallel3d.layers.positions import PackedDocuments
@@ -39,6 +41,14 @@ def check_custom(model_class: ModelClass, recipe: Recipe) -> None:
             model_class.check(recipe)
         return
     read_options(getattr(model_class, "Options", NoOptions), config.options)
+    taken = signature(model_class).parameters.values()
+    if recipe.parallel.cp > 1 and not any(
+        each.name == "cp" or each.kind is each.VAR_KEYWORD for each in taken
+    ):
+        raise ConfigError(
+            f"parallel.cp = {recipe.parallel.cp}: the constructor of {config.architecture} has no "
+            "argument cp; add cp=None and pass it on in the ParallelContext, or try parallel.cp=1"
+        )
     read: set[str] = set()
     with naming_user_code(f"{said}: building the model failed"):
         model = model_class(

@@ -27,6 +27,7 @@ LAYOUTS = [
     ParallelConfig(dp_shard=2, recompute="full", microbatch_size=2),
     ParallelConfig(
         tp=2,
+        cp=2,
         sequence_parallel=True,
         recompute="full",
         microbatch_size=2,
@@ -67,7 +68,7 @@ def curve(
     )
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=["blocks", "pieces-tp", "pieces-zb_h1"])
+@pytest.mark.parametrize("parallel", LAYOUTS, ids=["blocks", "pieces-tp-cp", "pieces-zb_h1"])
 def test_what_is_compiled_trains_as_what_is_not(world: Callable, parallel: ParallelConfig) -> None:
     eager, compiled = (
         world(parallel.world_size).run(curve, parallel, compile) for compile in (False, True)

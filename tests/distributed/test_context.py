@@ -8,9 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from _pytest.mark import ParameterSet
 
 from parallel3d.config.recipe import DataConfig, LocalSgdConfig, ModelConfig, ParallelConfig, Recipe
+from parallel3d.data.loader import IGNORED, Batch
+from parallel3d.layers.parameter import initial_weights
+from parallel3d.models.llama import Llama
 from tests.distributed.training_cases import (
     DEEP_TIED,
     DROPPED,
@@ -25,8 +29,10 @@ from tests.distributed.training_cases import (
     make_recipe,
     make_trainer,
     one_case,
+    own_batch,
     plain_curve,
     train,
+    whole_batch,
 )
 
 MULTI_QUERY = replace(GROUPED, kv_heads=1)
@@ -70,6 +76,40 @@ def special(
     recipe = replace(make_recipe(model, parallel), **sections)
     name = "-".join([model.architecture, label(parallel, model), *sections])
     return pytest.param(recipe, id=name)
+
+
+def only_second_half(recipe: Recipe, batch: Batch) -> Batch:
+    """Masks the labels in the first half of each sequence."""
+    labels = batch.labels.clone()
+    labels[..., : recipe.train.seq_len // 2] = IGNORED
+    return replace(batch, labels=labels)
+
+
+def masked_whole_batch(recipe: Recipe, step: int) -> Batch:
+    return only_second_half(recipe, whole_batch(recipe, step))
+
+
+def run_masked(recipe: Recipe) -> tuple[Curve, bool]:
+    """Also returns whether this rank starts from its parts of the weights of one process."""
+    trainer = make_trainer(recipe)
+    weights = initial_weights(Llama(recipe.model, device="meta"), recipe.train.seed)
+    is_equal = True
+    for parameter in trainer.parameters:
+        full = parameter.part.distributed(parameter.local.detach()).full_tensor()
+        is_equal = is_equal and torch.equal(full, weights[parameter.name])
+    curve = []
+    for step in range(STEPS):
+        result = trainer.train_step(only_second_half(recipe, own_batch(recipe, step)))
+        curve.append((result.loss, result.grad_norm))
+    return curve, is_equal
+
+
+def test_labels_of_only_one_half_count_alike(world: Callable) -> None:
+    recipe = make_recipe(GROUPED, ParallelConfig(cp=2, tp=2, microbatch_size=2))
+    reference = plain_curve(recipe, batch_of=masked_whole_batch)
+    for curve, is_equal in world(4).run(run_masked, recipe):
+        assert is_equal
+        assert_follows(curve, reference)
 
 
 MASKED = DataConfig(documents="mask")

@@ -40,6 +40,7 @@ LAYOUTS = [
         microbatch_size=2,
     ),
     ParallelConfig(dp_shard=2, microbatch_size=2),
+    ParallelConfig(cp=2, microbatch_size=2),
     ParallelConfig(dp_shard=2, sharding="NO_SHARD", microbatch_size=2),
     ParallelConfig(dp_shard=2, sharding="SHARD_OPTIMIZER", microbatch_size=2),
 ]
