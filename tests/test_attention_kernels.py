@@ -25,10 +25,12 @@ from parallel3d.config.attention_kernels import (
 from parallel3d.config.recipe import ParallelConfig, Precision, Recipe, TrainConfig
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
-from parallel3d.layers import fused_attention
+from parallel3d.layers import context, fused_attention
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.parameter import initial_weights
 from parallel3d.layers.positions import PackedDocuments
+from parallel3d.layers.sequence import SequencePart
+from parallel3d.mesh import Axis
 from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import card_config
 
@@ -71,6 +73,9 @@ TABLE: list[tuple[AttentionCall, AttentionDevice, str, set[str]]] = [
     (replace(GROUPED, has_window=True), OLD_TORCH, "efficient", {MASKED, REPEATED}),
     (replace(BF16, has_window=True, head_dim=100), A100, "math", {MASKED, WRITTEN}),
     (replace(FP32, has_window=True), H100_CUDNN, "efficient", {MASKED}),
+    (replace(GROUPED, has_chunks=True), A100, "varlen", set()),
+    (replace(GROUPED, has_chunks=True), OLD_TORCH, "efficient", {REPEATED}),
+    (replace(FP32, has_chunks=True, has_window=True), H100, "efficient", set()),
     (replace(GROUPED, has_dropout=True), H100_CUDNN, "scores", {REPEATED, WRITTEN}),
     (replace(FP32, has_dropout=True), CPU, "scores", {WRITTEN}),
 ]
@@ -211,21 +216,27 @@ def flash_varlen(
     longest_key: int,
     **how: object,
 ) -> Tensor:
-    """What CUDA's kernel computes: query i of a sequence sees keys i - left to i + right, all on a
-    side that is -1."""
+    """What CUDA's kernel computes: the queries of a sequence are the last of its keys. The query at
+    i sees keys i - left to i + right, all on a side that is -1."""
     assert query.dtype == torch.bfloat16
     assert query.shape[-1] % 8 == 0
     assert query.is_contiguous()
     assert starts.dtype == key_starts.dtype == torch.int32
-    assert starts[-1] == len(query) == len(key) == len(value)
-    assert longest == longest_key == int((starts[1:] - starts[:-1]).max())
+    assert starts[-1] == len(query)
+    assert key_starts[-1] == len(key) == len(value)
+    assert longest == starts.diff().max()
+    assert longest_key == key_starts.diff().max()
     assert how["enable_gqa"] == (query.shape[1] != key.shape[1])
     (left, right), parts = how["window_size"], []  # type: ignore[misc]
-    for begin, end in pairwise(starts.tolist()):
-        distance = torch.arange(end - begin).unsqueeze(1) - torch.arange(end - begin)
-        most_left, most_right = (S if side < 0 else side for side in (left, right))
+    for (begin, end), (first, last) in zip(
+        pairwise(starts.tolist()), pairwise(key_starts.tolist()), strict=True
+    ):
+        places = torch.arange(last - first)
+        distance = places[last - first - (end - begin) :].unsqueeze(1) - places
+        most_left, most_right = (len(key) if side < 0 else side for side in (left, right))
         mask = (distance <= most_left) & (-distance <= most_right)
-        q, k, v = (part[begin:end].transpose(0, 1).float() for part in (query, key, value))
+        q = query[begin:end].transpose(0, 1).float()
+        k, v = (part[first:last].transpose(0, 1).float() for part in (key, value))
         y = F.scaled_dot_product_attention(
             q.unsqueeze(0),
             k.unsqueeze(0),
@@ -254,6 +265,40 @@ def test_varlen_is_asked_for_the_documents_and_the_window_that_a_cpu_computes(
             found = results(layer, documents=documents)
         torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
     assert len(calls) == 10
+
+
+@pytest.mark.parametrize(
+    "device, dtype",
+    [(CPU, torch.float32), (V100, torch.float32), (H100_CUDNN, torch.bfloat16)],
+    ids=["CPU", "V100", "H100"],
+)
+@pytest.mark.parametrize("window", [None, 5])
+def test_the_parts_of_a_sequence_are_the_whole_on_every_device(
+    device: AttentionDevice,
+    dtype: torch.dtype,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(varlen, "varlen_attn", flash_varlen)
+    lengths = [30, 10, 1, 39]
+    ends = torch.zeros(B * 40)
+    ends[torch.tensor(lengths).cumsum(0) - 1] = 1
+    packed = PackedDocuments.ended_by(1, ends.view(B, 40))
+    for documents in (None, packed):
+        q, k, v = (torch.randn(B, 40, heads, K).to(dtype) for heads in (H, 2, 2))
+        layer = layer_of(2, dtype, window=window)
+        whole = layer._attend(q, k, v, None, documents, None)
+        kv = torch.stack((k, v), 2)
+        monkeypatch.setattr(context, "gather_whole", lambda *_, kv=kv, **__: kv)
+        found = []
+        for rank in range(2):
+            layer.sequence_part = part = SequencePart(Axis(2, rank, None))
+            own = (part.take(x, 1) for x in (q, k, v))
+            with monkeypatch.context() as patch:
+                as_on(device, patch)
+                found.append(layer._attend(*own, None, documents, None))
+        tolerance = 1e-5 if dtype == torch.float32 else 0.02
+        torch.testing.assert_close(part.joined(found, 1), whole, rtol=tolerance, atol=tolerance)
 
 
 def test_a_deterministic_run_takes_no_kernel_of_cudnn() -> None:

@@ -12,13 +12,17 @@ from torch.nn import functional as F
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
+from parallel3d.layers.context import attend_chunks
+from parallel3d.layers.fused_attention import attend
 from parallel3d.layers.gradients import add_product
 from parallel3d.layers.parameter import ParallelContext, set_fused_gradients
+from parallel3d.layers.sequence import SequencePart
 from parallel3d.layers.vocabulary import (
     VocabParallelEmbedding,
     VocabParallelHead,
     head_cross_entropy,
 )
+from parallel3d.mesh import Axis
 from parallel3d.tools.bench.layers import GPU_SIZES, measure
 from parallel3d.tools.bench.report import rows_against_peer
 from parallel3d.tools.bench.step import StepSize
@@ -72,6 +76,44 @@ def test_attention_never_writes_the_scores(
     assert measured("peak GiB", peak_gib(work)) <= 0.6 * dtype.itemsize
     names = {kernel.name for kernel in kernels_of(work)}
     assert not [name for name in names if "softmax" in name.lower()]
+
+
+@pytest.mark.parametrize("cp", [2, 8])
+def test_the_parts_of_a_sequence_cost_what_the_whole_costs(cp: int, measured: Measure) -> None:
+    """Each rank of cp computes its part in turn, without communication."""
+    tokens = 4 * SEQ
+    shapes = [(1, tokens, heads, HIDDEN // HEADS) for heads in (HEADS, HEADS // 4, HEADS // 4)]
+    q, k, v = (torch.randn(shape, device=GPU, dtype=torch.bfloat16) for shape in shapes)
+    for tensor in (q, k, v):
+        tensor.requires_grad_()
+    grad = torch.randn_like(q)
+
+    def whole() -> Tensor:
+        y = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), None, causal=True)
+        y.backward(grad.transpose(1, 2))
+        return y.detach().transpose(1, 2)
+
+    def in_parts() -> Tensor:
+        found = []
+        for rank in range(cp):
+            part = SequencePart(Axis(cp, rank, None))
+            own = part.take(q, 1)
+            how = {"causal": True, "window": None, "attend_block": None}
+            y = attend_chunks(own, k, v, part, None, **how)  # type: ignore[arg-type]
+            y.backward(part.take(grad, 1))
+            found.append(y.detach())
+        return part.joined(found, 1)
+
+    last = 64  # queries, which see nearly all keys
+    visible = torch.ones(last, tokens, device=GPU, dtype=torch.bool).tril(tokens - last)
+    rows = (x.detach().transpose(1, 2).double() for x in (q[:, -last:], k, v))
+    exact = F.scaled_dot_product_attention(*rows, visible, enable_gqa=True).transpose(1, 2)
+    errors = [error(each()[:, -last:], exact) for each in (in_parts, whole)]
+    assert measured("error / whole's", errors[0] / errors[1]) <= 1.2
+    times_s = [CLOCK.seconds(each, 3) for each in (in_parts, whole)]
+    assert measured("time / whole's", times_s[0] / times_s[1]) <= 1.15
+    assert measured("peak GiB", peak_gib(in_parts)) <= 4.0
+    assert not [kernel.name for kernel in kernels_of(in_parts) if "softmax" in kernel.name.lower()]
 
 
 @pytest.mark.parametrize("size", GPU_SIZES, ids=lambda size: size.name)

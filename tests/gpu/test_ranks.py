@@ -34,6 +34,8 @@ from tests.gpu.training import (
 LAYOUTS = {
     "tp 2": ParallelConfig(tp=2),
     "tp 2, sequence parallel": ParallelConfig(tp=2, sequence_parallel=True),
+    "cp 2": ParallelConfig(cp=2),
+    "cp 2 x tp 2, sequence parallel": ParallelConfig(cp=2, tp=2, sequence_parallel=True),
     "NO_SHARD": ParallelConfig(dp_shard=2, sharding="NO_SHARD"),
     "SHARD_OPTIMIZER": ParallelConfig(dp_shard=2, sharding="SHARD_OPTIMIZER"),
     "FULL_SHARD": ParallelConfig(dp_shard=2),
