@@ -39,6 +39,7 @@ from parallel3d.layers.parameter import set_fused_gradients as set_fused_gradien
 from parallel3d.layers.positions import LearnedPositions as LearnedPositions
 from parallel3d.layers.positions import PackedDocuments as PackedDocuments
 from parallel3d.layers.positions import RotaryEmbedding as RotaryEmbedding
+from parallel3d.layers.sequence import SequencePart as SequencePart
 from parallel3d.layers.vocabulary import VocabParallelEmbedding as VocabParallelEmbedding
 from parallel3d.layers.vocabulary import VocabParallelHead as VocabParallelHead
 from parallel3d.layers.vocabulary import head_cross_entropy as head_cross_entropy

@@ -6,14 +6,13 @@ Otherwise Linux would kill a worker without a message. GPUs and custom models ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
-from pathlib import Path
 
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.launch.devices import has_gpu_files
+from parallel3d.launch.free_memory import FreeMemory, free_memory
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.ranks import memory_by_rank
@@ -26,14 +25,6 @@ from parallel3d.tools.arguments import HARDWARE
 
 # Memory of a worker without the model: Python objects, gloo, part of torch.
 _WORKER_BYTES = 64 << 20
-
-
-@dataclass(frozen=True)
-class FreeMemory:
-    """Bytes available on this host, and the name of the limit that leaves them."""
-
-    bytes_: int
-    limit: str
 
 
 def question_of(recipe: Recipe) -> PlanRequest:
@@ -74,39 +65,3 @@ def _host_bytes(recipe: Recipe, ranks: int) -> float:
     by_rank = memory_by_rank(question_of(recipe).planned_run(recipe.parallel))
     stages = Counter(recipe.parallel.coordinates(rank).pp for rank in range(ranks))
     return ranks * _WORKER_BYTES + sum(count * by_rank[pp].total for pp, count in stages.items())
-
-
-def free_memory(
-    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")
-) -> FreeMemory | None:
-    """Returns the smallest free memory of the system and of the version 2 cgroups of this process,
-    or None if it is unknown."""
-    try:
-        meminfo = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
-        found = [FreeMemory(int(meminfo["MemAvailable"].split()[0]) << 10, "the system")]
-        groups = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
-    except (OSError, KeyError, ValueError):
-        return None
-    for _, controllers, path in groups:
-        inner = cgroups / path.lstrip("/")
-        if not controllers:  # cgroup version 2
-            for group in (inner, *inner.parents):
-                found += _left_in(group)
-    return min(found, key=lambda free: free.bytes_)
-
-
-def _left_in(group: Path) -> Iterator[FreeMemory]:
-    """Yields the free memory of a cgroup if it has a limit. Inactive file pages count as free."""
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit == "max":
-            return
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        left = (
-            int(limit)
-            - int((group / "memory.current").read_text())
-            + int(stat.get("inactive_file", 0))
-        )
-    except (OSError, ValueError):
-        return  # the cgroup is not visible, as in a container
-    yield FreeMemory(max(left, 1), f"the cgroup limit of {int(limit) / GIB:,.1f} GiB")

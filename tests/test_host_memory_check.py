@@ -10,9 +10,10 @@ import pytest
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
+from parallel3d.launch.free_memory import FreeMemory, free_memory
 from parallel3d.models import shape_cards
 from parallel3d.recipes import shipped_recipes
-from parallel3d.recipes.host_memory_check import FreeMemory, check_host, free_memory
+from parallel3d.recipes.host_memory_check import check_host
 
 GIB = 1 << 30
 

@@ -244,9 +244,8 @@ class ParallelConfig:
     # Number of data-parallel ranks that share one replica, as `sharding` says. Each trains on its
     # own part of the batch.
     dp_shard: Devices = 1
-    # Number of context-parallel ranks. Each sequence is split over them (docs/how-to/
-    # long-context.md), and parameters are sharded over dp_shard x cp ranks. 2 x cp must divide
-    # train.seq_len.
+    # Number of context-parallel ranks. Each sequence is split over them, and parameters are sharded
+    # over dp_shard x cp ranks (docs/how-to/long-context.md). 2 x `cp` must divide train.seq_len.
     cp: Devices = 1
     # Number of tensor-parallel ranks. The matrices of each layer are split over them. It must
     # divide model.heads, model.ffn_hidden and, with `sequence_parallel`, train.seq_len / `cp`. It

@@ -91,7 +91,7 @@ class Dropout(nn.Module):
         self.name = name
         self.split_dim = split_dim
         self.axis = Axis.of(tp)
-        self.sequence_part = SequencePart(Axis.of(cp))
+        self.sequence_part = SequencePart(cp)
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         # A tensor, so that all blocks share one compiled graph. It is not in the state dict.
         self.salt = torch.tensor(int.from_bytes(digest, "big", signed=True), device="cpu")

@@ -118,7 +118,7 @@ class ParallelContext:
     @cached_property
     def sequence_part(self) -> SequencePart:
         """Part of each sequence that this rank has, shared by all layers with this context."""
-        return SequencePart(Axis.of(self.cp))
+        return SequencePart(self.cp)
 
 
 LayerTp = ParallelContext | DeviceMesh | None

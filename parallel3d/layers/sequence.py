@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed import DeviceMesh
 
-from parallel3d.mesh import ONE_RANK, Axis
+from parallel3d.mesh import Axis
 
 QUERY_BLOCK = 256  # Largest number of queries that share an attention mask.
 
@@ -20,16 +21,16 @@ class SequencePart:
     """Part of each sequence that this rank holds: two chunks, or the whole sequence on one rank.
 
     Args:
-        axis: Context-parallel axis.
+        cp: Context-parallel axis. None means one rank.
 
     Example:
-        >>> part = parallel3d.SequencePart(parallel3d.Axis(2, 0, group))
+        >>> part = parallel3d.SequencePart(mesh["cp"])  # on rank 0 of 2
         >>> part.ranges(8)
         (range(0, 2), range(6, 8))
     """
 
-    def __init__(self, axis: Axis = ONE_RANK) -> None:
-        self.axis = axis
+    def __init__(self, cp: DeviceMesh | Axis | None = None) -> None:
+        self.axis = Axis.of(cp)
         self._masks: dict[object, Tensor] = {}
 
     @property

@@ -18,11 +18,12 @@ import parallel3d
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.corpus import check_data
 from parallel3d.errors import ConfigError, DataError
+from parallel3d.launch.free_memory import free_memory
 from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.model.training import master_bytes, optimizer_memory, unmodeled_settings
-from parallel3d.recipes.host_memory_check import free_memory, question_of
+from parallel3d.recipes.host_memory_check import question_of
 
 _DRIVER = Path("/sys/module/nvidia/version")
 
