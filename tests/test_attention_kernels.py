@@ -289,7 +289,7 @@ def test_the_parts_of_a_sequence_are_the_whole_on_every_device(
         layer = layer_of(2, dtype, window=window)
         whole = layer._attend(q, k, v, None, documents, None)
         kv = torch.stack((k, v), 2)
-        monkeypatch.setattr(context, "gather_whole", lambda *_, kv=kv, **__: kv)
+        monkeypatch.setattr(context, "gather_sequence", lambda *_, kv=kv, **__: kv)
         found = []
         for rank in range(2):
             layer.sequence_part = part = SequencePart(Axis(2, rank, None))

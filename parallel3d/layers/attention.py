@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config.rules_layout import divides_key_value_heads
-from parallel3d.layers.context import attend_chunks, attend_to_whole
+from parallel3d.layers.context import attend_chunks, attend_to_sequence
 from parallel3d.layers.dropout import Dropout, Within
 from parallel3d.layers.fused_attention import (
     Segments,
@@ -84,7 +84,7 @@ class ParallelAttention(ParallelModule):
     v are then replicated, and their gradients are summed over tp.
 
     Under context parallelism (`ParallelContext(cp=...)`) seq is this rank's part of the sequence
-    (`SequencePart`), and `documents` and `positions` describe whole sequences. Masks are refused.
+    (`SequencePart`), and `documents` and `positions` describe full sequences. Masks are refused.
 
     Communication: that of one column-parallel and one row-parallel linear layer, and with cp that
     of `layers.context`.
@@ -167,7 +167,7 @@ class ParallelAttention(ParallelModule):
                 addition to causality and window.
             documents: Packed documents. Attention stays within each document, without a mask of
                 size seq^2.
-            positions: Positions [batch, seq] of the rotary embedding, for whole sequences. Default:
+            positions: Positions [batch, seq] of the rotary embedding, for full sequences. Default:
                 positions within each document, or within the sequence without `documents`.
             key: Dropout key [batch] from `dropout_key`.
 
@@ -251,7 +251,7 @@ class ParallelAttention(ParallelModule):
                 attend_block=None if kernel.name == "varlen" else attend_block,
             )
             recomputed = self.options.recompute or self.is_recomputed
-            return attend_to_whole(q, k, v, part, attend_own, recomputed=recomputed)
+            return attend_to_sequence(q, k, v, part, attend_own, recomputed=recomputed)
         if kernel.name == "varlen":
             if documents is not None:
                 segments = Segments(documents.starts, max(documents.lengths))

@@ -1,7 +1,7 @@
-"""Attention of a context-parallel rank: its own queries see the keys of the whole sequence.
+"""Attention of a context-parallel rank: its own queries see the keys of the full sequence.
 
 Each rank all-gathers the keys and values of its sequence and attends from its own queries, so the
-softmax of a query is computed whole on one rank, and nothing is merged.
+softmax of a query is computed on one rank, and nothing is merged.
 
 Shapes: B batch, S sequence, s = S / cp tokens of a rank, H query heads and G key/value heads of one
 tp rank, K head dim.
@@ -15,7 +15,7 @@ forward pass their storage is emptied. Kernels have saved views of it, so it is 
 the gradient of the output arrives. If the attention or its block is recomputed, nothing is saved,
 and the recomputation gathers them again.
 
-Ring attention or an all-to-all over heads (Ulysses) would replace `attend_to_whole`.
+Ring attention or an all-to-all over heads (Ulysses) would replace `attend_to_sequence`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ AttendBlock = Callable[[Tensor, Tensor, Tensor, range, range], Tensor]
 
 
 class Gathered:
-    """Keys and values [B, S, 2, G, K] of whole sequences, whose memory can be freed and refilled.
+    """Keys and values [B, S, 2, G, K] of full sequences, whose memory can be freed and refilled.
 
     Args:
         own: Keys and values [B, s, 2, G, K] of this rank.
@@ -49,35 +49,35 @@ class Gathered:
     def __init__(self, own: Tensor, part: SequencePart) -> None:
         self._own = own
         self._part = part
-        self.whole = gather_whole(own, part)
-        self._bytes = self.whole.untyped_storage().nbytes()
+        self.full = gather_sequence(own, part)
+        self._bytes = self.full.untyped_storage().nbytes()
 
     def free(self) -> None:
-        self.whole.untyped_storage().resize_(0)
+        self.full.untyped_storage().resize_(0)
 
     def refill(self) -> None:
-        self.whole.untyped_storage().resize_(self._bytes)
+        self.full.untyped_storage().resize_(self._bytes)
         # `data`, because kernels have saved this version of the tensor.
-        gather_whole(self._own, self._part, out=self.whole.data)
+        gather_sequence(self._own, self._part, out=self.full.data)
 
 
-def gather_whole(own: Tensor, part: SequencePart, out: Tensor | None = None) -> Tensor:
-    """Returns whole sequences [B, S, ...] from the part [B, s, ...] of each rank."""
+def gather_sequence(own: Tensor, part: SequencePart, out: Tensor | None = None) -> Tensor:
+    """Returns full sequences [B, S, ...] from the part [B, s, ...] of each rank."""
     by_rank = gather(own.unsqueeze(0), part.axis, dim=0)
     return part.joined(by_rank.unbind(), 1, out=out)
 
 
-class _GatherWhole(Function):
+class _GatherSequence(Function):
     """All-gathers keys and values. The backward pass reduce-scatters their gradients."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, part: SequencePart, held: list[Gathered] | None) -> Tensor:
         ctx.part = part
         if held is None:
-            return gather_whole(own, part)
+            return gather_sequence(own, part)
         held.append(Gathered(own.contiguous(), part))
-        whole = held[0].whole
-        return whole.view_as(whole)  # `Gathered` must not refer to its own autograd graph.
+        full = held[0].full
+        return full.view_as(full)  # `Gathered` must not refer to its own autograd graph.
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -99,7 +99,7 @@ class _RefillBefore(Function):
         return grad, None
 
 
-def attend_to_whole(
+def attend_to_sequence(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -108,7 +108,7 @@ def attend_to_whole(
     *,
     recomputed: bool,
 ) -> Tensor:
-    """Computes the attention of a rank's queries to the keys of the whole sequence.
+    """Computes the attention of a rank's queries to the keys of the full sequence.
 
     Args:
         q: Queries [B, s, H, K].
@@ -122,9 +122,9 @@ def attend_to_whole(
     own = torch.stack((k, v), dim=2)
     saves = torch.is_grad_enabled() and own.requires_grad and not recomputed
     if not saves or is_in_backward():
-        return attend(q, *_GatherWhole.apply(own, part, None).unbind(2))
+        return attend(q, *_GatherSequence.apply(own, part, None).unbind(2))
     held: list[Gathered] = []
-    y = attend(q, *_GatherWhole.apply(own, part, held).unbind(2))
+    y = attend(q, *_GatherSequence.apply(own, part, held).unbind(2))
     held[0].free()
     return _RefillBefore.apply(y, held[0])
 
@@ -147,7 +147,7 @@ def attend_chunks(
         k: Keys [B, S, G, K].
         v: Values [B, S, G, K].
         part: Part of the sequence that this rank holds.
-        documents: Packed documents of the whole sequences.
+        documents: Packed documents of the full sequences.
         causal: If True, a query sees only keys up to its own position.
         window: Largest number of keys that a query sees.
         attend_block: Computes a block of at most `QUERY_BLOCK` queries. None: the variable-length

@@ -24,7 +24,7 @@ from torch.distributed import DeviceMesh
 from parallel3d.layers.sequence import SequencePart
 from parallel3d.mesh import Axis
 
-# Dims of which a tensor holds only a range of indices: dim -> (range, size of the full dim).
+# Dims that a tensor holds only in part: dim -> (range of its indices, size of the full dim).
 Within = Mapping[int, tuple[range, int]]
 GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # 2^64 / golden ratio as int64: its multiples are far apart.
 _FIRST_FACTOR = 0xBF58476D1CE4E5B9 - 2**64
@@ -55,7 +55,7 @@ class Dropout(nn.Module):
     """Zeroes elements with probability p and scales the others by 1 / (1 - p) during training.
 
     No communication. The forward pass takes x [batch, ..., rows, columns], `key` [batch] from
-    `dropout_key`, and `within`, the dims of which x is only a slice. Move the keys of a step to the
+    `dropout_key`, and `within`, the dims that x holds only in part. Move the keys of a step to the
     GPU in one copy.
 
     Args:
@@ -64,7 +64,7 @@ class Dropout(nn.Module):
         tp: Tensor-parallel axis.
         split_dim: Dim of x that is split over tp: 1 under sequence parallelism, -1 between a
             column-parallel and a row-parallel layer. None if x is replicated.
-        cp: Context-parallel axis, over which the sequence, dim 1 of x, is split.
+        cp: Context-parallel axis. It splits the sequence, dim 1 of x.
 
     Raises:
         ValueError: p is out of range, or `key` does not have one number per sequence.

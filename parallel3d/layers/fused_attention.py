@@ -89,8 +89,8 @@ def attend_by_varlen(
 ) -> Tensor:
     """Computes attention [B, S, H, K] with torch's variable-length kernel for CUDA.
 
-    Each segment of queries attends to the segment of keys with the same index, of which its queries
-    are the last tokens if `causal`. Keys outside the window cost nothing.
+    Each segment of queries attends to the segment of keys with the same index. If `causal`, its
+    queries are the last tokens of that segment. Keys outside the window cost nothing.
     """
     # Imported lazily, because it imports the compiler.
     from torch.nn.attention.varlen import varlen_attn

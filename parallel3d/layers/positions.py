@@ -27,7 +27,7 @@ class LearnedPositions(ParallelModule, nn.Embedding):
     In the latter case each tp rank adds the embeddings of its own tokens, and the weight's gradient
     is summed over tp.
 
-    The forward pass also takes `positions` [batch, seq] of whole sequences. Default: 0, 1, ...
+    The forward pass also takes `positions` [batch, seq] of full sequences. Default: 0, 1, ...
     Under context parallelism, x has only this rank's part of each sequence.
 
     Args:
@@ -186,7 +186,7 @@ class RotaryEmbedding(nn.Module):
 
         Args:
             x: Queries or keys [batch, seq, heads, head_dim].
-            positions: [batch, seq] of whole sequences, each below seq. Default: 0, 1, ...
+            positions: [batch, seq] of full sequences, each below seq. Default: 0, 1, ...
             part: Part of each sequence that x has. Default: all of it.
 
         Returns:

@@ -18,7 +18,7 @@ QUERY_BLOCK = 256  # Largest number of queries that share an attention mask.
 
 
 class SequencePart:
-    """Part of each sequence that this rank holds: two chunks, or the whole sequence on one rank.
+    """Part of each sequence that this rank holds: two chunks, or the full sequence on one rank.
 
     Args:
         cp: Context-parallel axis. None means one rank.
@@ -57,7 +57,7 @@ class SequencePart:
         return tuple(range(start, start + size) for start in starts)
 
     def take(self, x: Tensor, dim: int) -> Tensor:
-        """Returns this rank's part of x along `dim`, which holds whole sequences."""
+        """Returns this rank's part of x along `dim`, which holds full sequences."""
         return self._part(x, dim, self.axis.rank)
 
     def split(self, x: Tensor, dim: int) -> list[Tensor]:
@@ -65,7 +65,7 @@ class SequencePart:
         return [self._part(x, dim, rank) for rank in range(self.ranks)]
 
     def joined(self, parts: Sequence[Tensor], dim: int, out: Tensor | None = None) -> Tensor:
-        """Returns whole sequences from the parts of all ranks, given in rank order.
+        """Returns full sequences from the parts of all ranks, given in rank order.
 
         Writes them to `out` if given.
         """

@@ -171,7 +171,7 @@ PATCHES: dict[str, tuple[object, str, object]] = {
     "tied summed twice": (engine.Engine, "finish_gradients", completed_twice),
     "positions from 0 on each rank": (RotaryEmbedding, "forward", positions_from_zero),
     "labels shifted after slicing": (Trainer, "train_step", labels_shifted_on_each_rank),
-    "gradients of k and v not summed": (context._GatherWhole, "backward", own_keys_gradient),
+    "gradients of k and v not summed": (context._GatherSequence, "backward", own_keys_gradient),
     "norm counts a number cp times": (
         engine.Engine,
         "squared_norm",

@@ -40,17 +40,96 @@ SP2 = {"tp": 2, "sequence_parallel": True}
 INTERLEAVED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
 
 LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
-    (GROUPED, {"cp": 2}),
-    (TIED, {"cp": 4, "microbatch_size": 4, "recompute": "selective"}),
-    (GROUPED, {"cp": 2, "tp": 2, "recompute": "full", "microbatch_size": 2}),
-    (MULTI_QUERY, {"cp": 2, **SP2, "microbatch_size": 2}),
-    (TIED, {"cp": 2, "pp": 2}),
-    (DEEP_TIED, {"cp": 2, "pp": 2, **INTERLEAVED, "recompute": "full"}),
-    (GROUPED, {"cp": 2, "pp": 2, "schedule": "zb_h1", "microbatch_size": 2}),
-    (GROUPED, {"cp": 2, "dp_shard": 2, "sharding": "SHARD_OPTIMIZER"}),
-    (GROUPED, {"cp": 2, "dp_shard": 2, "sharding": "NO_SHARD", "microbatch_size": 2}),
-    (TIED, {"cp": 2, "dp_replicate": 2}),
-    (TIED, {"cp": 2, **SP2, "pp": 2, "recompute": "every_n", "recompute_every": 2}),
+    (
+        GROUPED,
+        {
+            "cp": 2,
+        },
+    ),
+    (
+        TIED,
+        {
+            "cp": 4,
+            "microbatch_size": 4,
+            "recompute": "selective",
+        },
+    ),
+    (
+        GROUPED,
+        {
+            "cp": 2,
+            "tp": 2,
+            "recompute": "full",
+            "microbatch_size": 2,
+        },
+    ),
+    (
+        MULTI_QUERY,
+        {
+            "cp": 2,
+            **SP2,
+            "microbatch_size": 2,
+        },
+    ),
+    (
+        TIED,
+        {
+            "cp": 2,
+            "pp": 2,
+        },
+    ),
+    (
+        DEEP_TIED,
+        {
+            "cp": 2,
+            "pp": 2,
+            **INTERLEAVED,
+            "recompute": "full",
+        },
+    ),
+    (
+        GROUPED,
+        {
+            "cp": 2,
+            "pp": 2,
+            "schedule": "zb_h1",
+            "microbatch_size": 2,
+        },
+    ),
+    (
+        GROUPED,
+        {
+            "cp": 2,
+            "dp_shard": 2,
+            "sharding": "SHARD_OPTIMIZER",
+        },
+    ),
+    (
+        GROUPED,
+        {
+            "cp": 2,
+            "dp_shard": 2,
+            "sharding": "NO_SHARD",
+            "microbatch_size": 2,
+        },
+    ),
+    (
+        TIED,
+        {
+            "cp": 2,
+            "dp_replicate": 2,
+        },
+    ),
+    (
+        TIED,
+        {
+            "cp": 2,
+            **SP2,
+            "pp": 2,
+            "recompute": "every_n",
+            "recompute_every": 2,
+        },
+    ),
 ]
 
 

@@ -225,7 +225,7 @@ def alive_between_passes(recompute: Any) -> list[int]:
         return whole
 
     (stage,) = trainer.stages
-    with mock.patch.object(context, "gather_whole", keep):
+    with mock.patch.object(context, "gather_sequence", keep):
         output = stage.module(trainer.sequence_part.take(own_batch(recipe, 0).inputs[0], 1))
     gc.collect()
     tensors = [ref() for ref in found]
@@ -233,7 +233,7 @@ def alive_between_passes(recompute: Any) -> list[int]:
     return [0 if each is None else each.untyped_storage().nbytes() for each in tensors]
 
 
-GATHER_WHOLE = context.gather_whole
+GATHER_WHOLE = context.gather_sequence
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

@@ -1,6 +1,6 @@
 """Benchmark of context parallelism: a Llama block on a long sequence, split over cp ranks.
 
-The peers compute the whole sequence on one rank: the same block, and the block in plain torch. All
+The peers compute the full sequence on one rank: the same block, and the block in plain torch. All
 start from the same weights. Outputs and input gradients must agree before timing.
 """
 
@@ -25,7 +25,14 @@ from parallel3d.tools.bench.plain_torch.llama import PlainLlama
 from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of
 from parallel3d.tools.local_ranks import run_ranks
 
-MODEL = ModelConfig(layers=1, hidden=512, heads=8, kv_heads=2, ffn_hidden=1376, vocab=64)
+MODEL = ModelConfig(
+    layers=1,
+    hidden=512,
+    heads=8,
+    kv_heads=2,
+    ffn_hidden=1376,
+    vocab=64,
+)
 SEQ_LEN = 4096
 CPU_BARS = {2: 1.3, 4: 1.35}  # Largest ratio of CPU time, all ranks / one process.
 BUSIEST_BAR = 1.1  # Largest ratio of CPU time, busiest rank / mean of the ranks.
@@ -100,7 +107,12 @@ def measure(peer: str, rounds: int, steps: int) -> list[Round]:
         if dist.get_rank() == 0:
             step(alone, x, grad)
 
-    return time_in_turn(lambda _: step(block, *own), step_alone, rounds=rounds, steps=steps)
+    return time_in_turn(
+        lambda _: step(block, *own),
+        step_alone,
+        rounds=rounds,
+        steps=steps,
+    )
 
 
 def bench_balance(case: str, cp: int, options: Options) -> list[ResultRow]:
