@@ -173,6 +173,9 @@ def draw(seed: int) -> Case:
     )
     optimizer = draw_optimizer(random, STEPS, precision=precision)
     scale = LossScaleConfig(initial=256.0) if precision == "fp16" else LossScaleConfig()
+    is_even = parallel.dp_shard % 2 == 0 and seq_len % (4 * parallel.tp) == 0
+    if is_even and random.random() < 0.7:
+        parallel = replace(parallel, dp_shard=parallel.dp_shard // 2, cp=2)
     recipe = Recipe(
         model=model,
         train=train,
