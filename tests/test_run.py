@@ -138,7 +138,7 @@ def test_a_killed_worker_takes_the_run_down_and_is_named_once(
         assert process.wait(timeout=30) == 70
     assert time.monotonic() - killed_at < 30
     assert len(errors) == 1, errors
-    place = r"pp \d, dp_replicate 0, dp_shard \d, tp \d"
+    place = r"pp \d, dp_replicate 0, dp_shard \d, cp 0, tp \d"
     assert re.match(rf"error: rank \d \(.*{place}\) was killed by SIGKILL", errors[0])
     while alive := [pid for pid in workers if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() - killed_at < 30, f"{alive} outlive the run"

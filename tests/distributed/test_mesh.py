@@ -7,18 +7,15 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.mesh import DATA_ROLES, axes_of, build_mesh
+from parallel3d.mesh import DATA_ROLES, axes_of, build_mesh, sequence_axis
 from parallel3d.sharding.settings import joined_axis
 from parallel3d.torch_private import group_of
 
-LAYOUT = ParallelConfig(pp=2, dp_shard=2, tp=2)
 
-
-def coordinates_on_the_mesh() -> tuple[dict[str, int], list[str]]:
-    mesh = build_mesh(LAYOUT, "cpu")
-    return {name: axis.rank for name, axis in axes_of(mesh).items()}, list(
-        mesh.mesh_dim_names or ()
-    )
+def coordinates_on_the_mesh(layout: ParallelConfig) -> tuple[dict[str, int], int]:
+    mesh = build_mesh(layout, "cpu")
+    places = {name: axis.rank for name, axis in axes_of(mesh).items()}
+    return places, sequence_axis(mesh, layout.cp).rank
 
 
 def join_data_axes_after_other_groups() -> int:
@@ -33,6 +30,11 @@ def test_a_rank_may_have_made_more_groups_than_its_peers(world: Callable) -> Non
 
 
 def test_ranks_stand_where_the_config_says(world: Callable) -> None:
-    for rank, (place, axes) in enumerate(world(8).run(coordinates_on_the_mesh)):
-        assert axes == ["pp", "dp_replicate", "dp_shard", "tp"]
-        assert place == LAYOUT.coordinates(rank)._asdict()
+    for layout in (ParallelConfig(pp=2, cp=2, tp=2), ParallelConfig(dp_shard=2, cp=2, tp=2)):
+        for rank, (places, cp_rank) in enumerate(world(8).run(coordinates_on_the_mesh, layout)):
+            wanted = layout.coordinates(rank)._asdict()
+            cp = wanted.pop("cp")
+            wanted["dp_shard"] = layout.cp * wanted["dp_shard"] + cp
+            assert [*places] == ["pp", "dp_replicate", "dp_shard", "tp"]
+            assert places == wanted
+            assert cp_rank == cp
