@@ -45,6 +45,7 @@ def emit(arguments: str, capsys: Said) -> Recipe:
         TINY,
         f"{TINY} --fix tp=2,pp=2 recompute=full",
         f"{TINY} --fix pp=4,schedule=zb_h1",
+        f"{TINY} --fix cp=2",
         SMALL,
         f"{SMALL} --tokens 300B --fix dp_replicate=4,tp=2",
         "--model llama1-7b --gpu h100 --gpus 16 --seq-len 2048 --global-batch 128 --fix pp=2,vpp=4",

@@ -111,8 +111,13 @@ BAD_INPUTS = [
         "--fix tpp=8: not a key of the layout with its value, such as tp=8; did you mean tp?",
     ),
     (
-        f"{ASKED} --fix cp=8",
-        "cp = 8: parallel3d has no such axis",
+        f"{ASKED} --framework eager --fix cp=8",
+        "cp = 8: eager has no such axis; try --framework",
+    ),
+    (f"--model gemma2.json {ON} --fix cp=8", "cp = 8: parallel3d has no such axis"),
+    (
+        f"{ASKED} --fix cp=3",
+        "train.seq_len = 4096: must be a multiple of 6, because parallel.cp = 3 splits",
     ),
     (
         f"--model mixtral-8x7b {ON}",
@@ -191,6 +196,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         json.dumps({**LLAMA, "num_attention_heads": 7, "num_key_value_heads": 7})
     )
     Path("bert.json").write_text('{"model_type": "bert"}')
+    Path("gemma2.json").write_text(json.dumps({**LLAMA, "model_type": "gemma2"}))
     experts = '{"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}'
     Path("mixtral.json").write_text(experts)
     Path("layers.json").write_text('{"model_type": "qwen3_moe", "decoder_sparse_step": 2}')

@@ -216,11 +216,11 @@ def test_a_winner_that_the_dry_run_refuses_gives_its_place_to_the_next(
     assert "does not fit" in capsys.readouterr().out
 
 
-def test_a_plan_says_when_context_parallelism_would_be_needed(capsys: Said) -> None:
+def test_a_plan_splits_long_sequences(capsys: Said) -> None:
     asked = "--model llama3-8b --gpu h100 --gpus 64 --global-batch 64"
-    assert plan_json(f"{asked} --seq-len 32768", capsys)["notes"] == []
-    (note,) = plan_json(f"{asked} --seq-len 131072", capsys)["notes"]
-    assert "context parallelism" in note
+    best = plan_json(f"{asked} --seq-len 131072", capsys)["strategies"][0]
+    assert best["parallel"]["cp"] > 1
+    assert best["time_s"]["cp"] > 0
 
 
 def test_offload_fits_a_model_on_one_gpu(capsys: Said) -> None:

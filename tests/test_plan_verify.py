@@ -64,6 +64,19 @@ LAYOUTS = {
         2,
         0,
     ),
+    "each sequence on several ranks": (
+        LLAMA,
+        ParallelConfig(
+            dp_shard=8,
+            cp=4,
+            tp=2,
+            microbatch_size=2,
+            recompute="selective",
+        ),
+        "bf16",
+        2,
+        0,
+    ),
     "optimizer sharded": (
         GPT,
         replace(LARGE, sharding="SHARD_OPTIMIZER", recompute="selective"),
@@ -153,6 +166,20 @@ SMALL = ModelConfig(
     ffn_hidden=1408,
     vocab=512,
 )
+
+
+def test_parameters_are_split_over_dp_shard_and_cp() -> None:
+    parallel = ParallelConfig(
+        dp_shard=2,
+        cp=4,
+        tp=2,
+    )
+    uneven = replace(SMALL, vocab=509)
+    recipe = _recipe(uneven, parallel, "bf16", 1)
+    first = verify(recipe, 0)
+    last = verify(recipe, 15)
+    assert first.parameters == first.dry.parameter_count
+    assert last.parameters == last.dry.parameter_count < first.parameters
 
 
 @pytest.mark.parametrize(

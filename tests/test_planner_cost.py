@@ -9,12 +9,13 @@ import pytest
 
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import Cluster, axis_group, load_cluster
-from parallel3d.planner.hardware.framework import SOFTMAX
+from parallel3d.planner.hardware.framework import FRAMEWORKS, PARALLEL3D, SOFTMAX
+from parallel3d.planner.memory.temporaries import microbatch_bytes
 from parallel3d.planner.model.muon import MuonCosts
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.training import OptimizerMemory
-from parallel3d.planner.time.collectives import all_gather_s
+from parallel3d.planner.time.collectives import all_gather_s, reduced_once_s
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
 from tests.planned_runs import planned_run
@@ -99,6 +100,58 @@ def test_a_group_across_nodes_is_priced_at_the_network(a100: Cluster) -> None:
     assert all_gather_s(a100, across, 1e9) > 5 * inside_s
     # a rank of two receives a half, one of eight 7/8
     assert inside_s == pytest.approx(1.75 * all_gather_s(a100, pair, 1e9), rel=0.01)
+
+
+def test_context_parallelism_sends_keys_and_values_twice_and_their_gradients_once() -> None:
+    cluster = load_cluster("h100-80gb", FOLDERS)
+    cluster = replace(cluster, node=replace(cluster.node, latency_us=0.0))
+    run = PlannedRun(
+        shape=named_shape("llama3-8b", shape_cards()),
+        cluster=cluster,
+        layout=RunLayout(cp=8),
+        framework=PARALLEL3D,
+        seq_len=131072,
+    )
+    numbers = 3 * 7 * (131072 // 8) * (2 * 8 * 128)  # 3 (cp - 1) t kv
+
+    def sent_bytes(each: PlannedRun) -> float:
+        cp_s = step_cost(each).parts.cp / each.framework.quality
+        return cp_s * cluster.node.sustained / each.shape.layers
+
+    assert sent_bytes(run) == pytest.approx(2 * numbers)
+    assert sent_bytes(replace(run, precision="fp32")) == pytest.approx(4 * numbers)
+    recomputed = RunLayout(cp=8, recompute="full")
+    assert sent_bytes(replace(run, layout=recomputed)) == sent_bytes(run)
+    megatron = FRAMEWORKS["megatron-core"]
+    ring = replace(run, framework=megatron)  # half of it is overlapped
+    assert sent_bytes(ring) == pytest.approx(numbers)
+
+
+@pytest.mark.parametrize("strategy, shards", [("NO_SHARD", 1), ("SHARD_OPTIMIZER", 16)])
+def test_gradients_are_reduced_over_the_data_and_context_axes(strategy: str, shards: int) -> None:
+    found = []
+    for cp in (1, 4):
+        run = planned_run(
+            sharding=strategy,
+            optimizer_shards=shards,
+            dp_shard=16 // cp,
+            cp=cp,
+            tp=2,
+        )
+        found.append(reduced_once_s(run, run.ranks[0]))
+    assert found[0] == found[1] > 0
+
+
+def test_a_context_parallel_rank_gathers_keys_and_values_for_one_layer_at_a_time() -> None:
+    one = planned_run()
+    layout = RunLayout(cp=4)
+    other = replace(one, layout=layout, seq_len=4 * one.seq_len)
+    alone = microbatch_bytes(one)
+    split = microbatch_bytes(other)
+    hidden = 2 * one.tokens * one.shape.hidden
+    assert split.saved - alone.saved == hidden  # the output of each chunk
+    gathered = 2 * 4 * hidden  # with as many key-value heads as query heads
+    assert split.backward - alone.backward == pytest.approx(3 * gathered, rel=0.01)
 
 
 def test_the_causes_add_up_to_the_step() -> None:

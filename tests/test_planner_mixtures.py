@@ -194,15 +194,18 @@ def test_experts_are_divided_over_ep_and_their_states_over_those_that_have_the_s
     assert whole.activations == divided.activations
 
 
+@pytest.mark.parametrize("framework", ["parallel3d", "megatron-core"])
 @pytest.mark.parametrize("seq_len", [8192, 131072])
-def test_context_parallelism_holds_what_one_rank_cannot(h100: Cluster, seq_len: int) -> None:
+def test_context_parallelism_holds_what_one_rank_cannot(
+    h100: Cluster, seq_len: int, framework: str
+) -> None:
     asked = PlanRequest(
         shape=named_shape("llama3-8b", shape_cards()),
         cluster=h100,
         gpus=64,
         seq_len=seq_len,
         global_batch_size=2**21 // seq_len,
-        framework=FRAMEWORKS["megatron-core"],
+        framework=FRAMEWORKS[framework],
         fixed=Fixed(recompute="none", max_pp=1),
     )
     best = search(asked, top=1).strategies[0]

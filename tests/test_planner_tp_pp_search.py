@@ -34,13 +34,13 @@ MODEL = ModelConfig(
 )
 
 
-def request(memory_fraction: float, *schedules: ScheduleName) -> PlanRequest:
+def request(memory_fraction: float, *schedules: ScheduleName, seq_len: int = 2048) -> PlanRequest:
     cluster = load_cluster("a100-40gb", [HARDWARE])
     return PlanRequest(
         shape=from_config(MODEL),
         cluster=cluster,
         gpus=8,
-        seq_len=2048,
+        seq_len=seq_len,
         global_batch_size=16,
         memory_fraction=memory_fraction,
         schedules=schedules or ("1f1b", "interleaved_1f1b"),
@@ -54,9 +54,12 @@ def every(asked: PlanRequest, family: ParallelConfig) -> Iterator[ParallelConfig
                 yield from (kind.of(each) for kind in recompute_choices(asked, family.pp))
 
 
+@pytest.mark.parametrize("seq_len", [2048, 8192])
 @pytest.mark.parametrize("schedules", [(), ("zb_h1", "zb_v", "looped_bfs")])
-def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...]) -> None:
-    asked = request(0.95, *schedules)
+def test_the_bounds_are_below_what_they_bound(
+    schedules: tuple[ScheduleName, ...], seq_len: int
+) -> None:
+    asked = request(0.95, *schedules, seq_len=seq_len)
     seen = 0
     for family in (family for own in families(asked).values() for family in own):
         for parallel in every(asked, family):
@@ -69,11 +72,13 @@ def test_the_bounds_are_below_what_they_bound(schedules: tuple[ScheduleName, ...
     assert seen > 100
 
 
-@pytest.mark.parametrize("memory_fraction", [0.9, 0.2])
-def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(memory_fraction: float) -> None:
+@pytest.mark.parametrize("memory_fraction, seq_len", [(0.9, 2048), (0.2, 2048), (0.4, 8192)])
+def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(
+    memory_fraction: float, seq_len: int
+) -> None:
     """The fastest and the lowest are compared with those among all layouts, each priced and
     weighed."""
-    asked = request(memory_fraction)
+    asked = request(memory_fraction, seq_len=seq_len)
     for (tp, pp), own in families(asked).items():
         jobs = {
             parallel: asked.planned_run(parallel)

@@ -98,6 +98,6 @@ def read_parallel(texts: list[str], option: str) -> ParallelConfig:
     if "recompute_every" in said:
         said = {"recompute": "every_n", **said}
     said = {"sequence_parallel": said.get("tp", 1) > 1, **said}
-    if {"cp", "ep"} & {*said}:
+    if "ep" in said:
         return FrameworkLayout(**said)
     return ParallelConfig(**said)

@@ -20,7 +20,6 @@ import yaml
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.framework import PARALLEL3D, FrameworkProfile
 from parallel3d.planner.memory.ranks import worst_rank
-from parallel3d.planner.model.planned_run import other_axes
 from parallel3d.planner.model.uncertainty import memory_spread, safe_share
 from parallel3d.planner.published.cases import PublishedCase, read_cases
 from parallel3d.planner.search.fastest import search
@@ -148,7 +147,7 @@ def verdict(case: PublishedCase, framework: FrameworkProfile) -> Verdict:
     """Plans the job of a run and looks for the run's layout in the plan."""
     layout = case.run.layout
     strategies = search(question_of(case, framework), top=FIRST).strategies
-    found = [(s.parallel.tp, s.parallel.pp, other_axes(s.parallel)[0]) for s in strategies]
+    found = [(s.parallel.tp, s.parallel.pp, s.parallel.cp) for s in strategies]
     published = (layout.tp, layout.pp, layout.cp)
     place = found.index(published) + 1 if published in found else None
     took_s = strategies[place - 1].cost.step_time_s if place else None

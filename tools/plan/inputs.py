@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -17,7 +16,6 @@ from parallel3d.planner.hardware.framework import (
     FrameworkProfile,
     in_precision,
 )
-from parallel3d.planner.hardware.units import GIB
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.training import notes, optimizer_memory
 from parallel3d.planner.model.uncertainty import memory_spread, safe_share
@@ -92,6 +90,9 @@ def read_request(
         rule = f"{cluster.device.name} does not support fp8 matmuls; try --precision bf16"
         raise ConfigError(f"--precision fp8: {rule}")
     framework = _framework(options, cluster, precision, compiled=bool(train and train.compile))
+    config = model.recipe.model if model.recipe else model.config
+    if framework.is_parallel3d and config and config.architecture == "transformers":
+        framework = replace(framework, axes=())  # Its attention sees only the tokens of its rank.
     if (experts := model.shape.experts) is not None and "ep" not in framework.axes:
         what = f"is a mixture of {experts.count} experts"
         lacks = f"which {framework.name} cannot train without expert parallelism"
@@ -114,7 +115,7 @@ def read_request(
     )
     request, measured = corrected_by_runs(request, options)
     request = _with_memory_limit(request, options)
-    more = [*measured, *(notes(model.recipe) if model.recipe else ()), *_context_note(request)]
+    more = [*measured, *(notes(model.recipe) if model.recipe else ())]
     if model.longest is not None and seq_len > model.longest:
         more.append(
             f"sequences of {seq_len} tokens exceed max_position_embeddings = {model.longest} of "
@@ -139,21 +140,6 @@ def sequence_bytes(request: PlanRequest) -> float:
     """Returns the activation bytes of one sequence on one device without recompute."""
     alone = replace(request, gpus=1, global_batch_size=1)
     return worst_rank(alone.planned_run(ParallelConfig())).activations
-
-
-def _context_note(request: PlanRequest) -> Iterator[str]:
-    """Yields a note if the activations of one sequence, without recompute and split by tp over a
-    node, exceed a device's memory.
-    """
-    node = request.cluster.gpus_per_node
-    if request.framework.is_parallel3d and request.gpus > node:
-        kept = sequence_bytes(request) / node
-        if kept > request.usable_bytes:
-            yield (
-                f"a sequence saves {kept / GIB:.0f} GiB of activations on each of {node} tp ranks "
-                "without recompute: only context parallelism would divide them; --framework "
-                "megatron-core estimates it"
-            )
 
 
 def _failures(options: argparse.Namespace) -> Failures | None:

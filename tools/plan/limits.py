@@ -47,7 +47,7 @@ Row = tuple[PlanRequest, Strategy | str]
 def answer(options: argparse.Namespace) -> Reply:
     """Finds the limit named by `options.what`, or all four."""
     fixed = read_fixed(options)
-    axes = (fixed.pp, fixed.tp, fixed.dp_shard, fixed.dp_replicate)
+    axes = (fixed.pp, fixed.tp, fixed.cp, fixed.dp_shard, fixed.dp_replicate)
     # `cluster` searches for this number, but a request needs one that the fixed axes allow.
     needed = prod(axis or 1 for axis in axes) if options.what == "cluster" else None
     asked = read_request(options, gpus=options.gpus or needed, fixed=fixed)

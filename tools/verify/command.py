@@ -100,7 +100,7 @@ def verify(recipe: Recipe, rank: int) -> Verified:
         parts,
         run.layout.tp,
         shards=run.layout.optimizer_shards,
-        at=(place.tp, place.dp_shard),
+        at=(place.tp, place.dp_shard * run.layout.cp + place.cp),
     )
     return Verified(recipe, rank, rank_memory(run, place.pp), dry, count)
 

@@ -2,7 +2,7 @@
 
 The formula follows Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1), for pre-norm blocks
 with a tiled attention kernel. It is at most 3% below and 8% above the bytes that autograd saves. A
-microbatch has t = B S tokens. An element has e bytes, and w = max(e, 4) bytes in a norm or softmax.
+microbatch has t = B S / cp tokens. An element has e bytes, and w = max(e, 4) bytes in a norm or softmax.
 n = tp, and r = n with sequence parallelism, else 1:
 
     each of two RMSNorms   input e D, inverse root mean square w, output (input of the next matmul) e D       t / r
@@ -12,7 +12,7 @@ n = tp, and r = n with sequence parallelism, else 1:
     attention              q e H K, k and v 2 e G K, output (input of the next matmul) e H K                  t / n
                            softmax statistics, unless recomputed (selective): w H                             t / n
     ungrouped GPU kernels  k and v repeated for all heads 2 e H K, unless recomputed                          t / n
-    packed documents       output of each document e H K, unless recomputed                                   t / n
+    packed documents, cp   output of each document or chunk e H K, unless recomputed                          t / n
     attention dropout      replaces w H: q, k, v 3 e H K, and per score the softmax w, the mask 1
                            and the dropped softmax e: (w + 1 + e) H S                                         t / n
     torch's math kernel    replaces w H: q, k, v 3 e H K, and per score the softmax: 4 H S                    t / n
@@ -36,13 +36,14 @@ from parallel3d.planner.model.shapes import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class BlockActivations:
-    """Activations of a block for one microbatch [batch, seq] on one tp rank. `fused_norm` is True
-    for the norm kernels of GPUs."""
+    """Activations of a block for one microbatch [batch, seq] on one cp and tp rank. `fused_norm` is
+    True for the norm kernels of GPUs."""
 
     shape: ModelShape
     batch: int
     seq: int
     item_bytes: int
+    cp: int = 1
     tp: int = 1
     sequence_parallel: bool = False
     fused_norm: bool = True
@@ -51,7 +52,7 @@ class BlockActivations:
 
     def bytes(self, recompute: BlockRecompute = "none") -> int:
         """Returns the bytes of activations that the block saves for the backward pass."""
-        tokens = self.batch * self.seq
+        tokens = self.tokens
         e = self.item_bytes
         hidden = self.shape.hidden
         if recompute == "full":
@@ -67,7 +68,7 @@ class BlockActivations:
         kernel = self.attention
         e = self.item_bytes
         heads = self.shape.heads // self.tp
-        groups = max(self.shape.kv_heads // self.tp, 1)
+        groups = self.groups
         head_dim = self.shape.head_dim
         output = e * heads * head_dim
         norms = 0  # Bytes of the norms of queries and keys.
@@ -78,17 +79,39 @@ class BlockActivations:
         kept = norms + e * (heads + 2 * groups) * head_dim + output
         if recompute != "none":
             return kept
-        if kernel.in_pieces:
+        if kernel.in_pieces or self.cp > 1:
             kept += output
-        return kept + heads * (kernel.kept_bytes * self.seq or max(e, 4))
+        return kept + heads * (kernel.kept_bytes * self.keys or max(e, 4))
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seq // self.cp
+
+    @property
+    def groups(self) -> int:
+        """Key-value heads of a rank."""
+        return max(self.shape.kv_heads // self.tp, 1)
+
+    @property
+    def keys(self) -> int:
+        """Scores per query and head. cp ranks compute only those that causality allows."""
+        if self.cp == 1:
+            return self.seq
+        return self.seq // 2 + self.seq // (4 * self.cp)
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the keys and values of full sequences, which cp ranks all-gather."""
+        if self.cp == 1:
+            return 0
+        return 2 * self.item_bytes * self.batch * self.seq * self.groups * self.shape.head_dim
 
     @property
     def outside(self) -> int:
         """Tokens per rank outside attention and MLP, where sequence parallelism shards them."""
-        tokens = self.batch * self.seq
         if self.sequence_parallel:
-            return tokens // self.tp
-        return tokens
+            return self.tokens // self.tp
+        return self.tokens
 
     def norm_bytes(self, features: int) -> int:
         """Returns the bytes that a norm over `features` saves per token, except its output."""

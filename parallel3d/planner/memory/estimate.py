@@ -44,7 +44,7 @@ class RankEstimate:
         )
         self._each: list[float] = []
         # The index of a stage's first block determines which of its blocks are recomputed.
-        for stage, (_, first) in enumerate(run.stages_of(rank)):
+        for stage, (_, first) in enumerate(states.stages):
             self._each += self._bytes(stage, first)
 
     def _bytes(self, stage: int, first: int) -> tuple[float, ...]:

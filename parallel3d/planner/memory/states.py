@@ -21,7 +21,7 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from parallel3d.config.sharding_strategies import REPLICATED, frees_after_forward
-from parallel3d.planner.model.muon import muon_matrices, muon_step_bytes
+from parallel3d.planner.model.muon import MuonMatrix, muon_matrices, muon_step_bytes
 from parallel3d.planner.model.parameters import rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
@@ -46,8 +46,9 @@ class RankStates:
         self.layout = layout
         self.item = int(run.item_bytes)
         self.master = master_bytes(run.precision)
-        self.is_sharded = (layout.dp > 1 or layout.offload) and layout.strategy not in REPLICATED
-        self.shards = 1 if layout.strategy == "NO_SHARD" else layout.dp_shard
+        is_split = layout.replicas > 1 or layout.offload
+        self.is_sharded = is_split and layout.strategy not in REPLICATED
+        self.shards = layout.optimizer_shards
         self.reduces_each = self.is_sharded and layout.reduce == "microbatch"
         self.frees_forward = self.is_sharded and frees_after_forward(
             layout.strategy, layout.gather_cadence
@@ -59,9 +60,15 @@ class RankStates:
             self.reduced += self.reduce / self.shards  # The input of the all-reduce is kept, too.
         if run.offloads or not self.is_sharded:
             self.reduced = 0.0
-        self.parts = tuple(part for part, _ in run.stages_of(rank))
+        self.stages = run.stages_of(rank)
+        self.parts = tuple(part for part, _ in self.stages)
         self.block, self.units, self.ends = _units(run.shape, self.parts, layout.tp, self.shards)
-        self.matrices = muon_matrices(run.shape, layout.tp, self.shards) * run.ranks[rank].layers
+
+    @cached_property
+    def matrices(self) -> tuple[MuonMatrix, ...]:
+        """The rank's matrices that Muon updates."""
+        layers = sum(part.layers for part in self.parts)
+        return muon_matrices(self.run.shape, self.layout.tp, self.shards) * layers
 
     @property
     def static_bytes(self) -> tuple[float, float, float]:
@@ -88,14 +95,14 @@ class RankStates:
         muon = self.run.optimizer.muon
         if muon is None:
             return 0.0
-        ranks = self.layout.dp * self.layout.tp
+        ranks = self.layout.replicas * self.layout.tp
         return muon_step_bytes(self.matrices, ranks=ranks, item_bytes=muon.item_bytes)
 
     @cached_property
     def buckets(self) -> float:
         """Bytes of replicated gradients copied for their reduction: two buckets per stage."""
         is_copied = self.shards > 1 or self.reduce != self.master
-        if self.is_sharded or self.layout.dp == 1 or not is_copied:
+        if self.is_sharded or self.layout.replicas == 1 or not is_copied:
             return 0.0
         bucket = max(self.run.bucket_bytes / self.master, self.block.numel)
         sent = 0.0

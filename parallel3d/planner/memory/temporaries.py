@@ -30,11 +30,11 @@ class MicrobatchBytes:
         shape = block.shape
         item = block.item_bytes
         tp = block.tp
-        tokens = block.batch * block.seq
+        tokens = block.tokens
         full = item * tokens * shape.hidden
         ffn = item * tokens * shape.ffn_hidden // tp
         inputs = shape.feed_forward_inputs
-        scores = tokens * block.seq * shape.heads // tp
+        scores = tokens * block.keys * shape.heads // tp
 
         # A block saves `saved` bytes, or `kept` if it is recomputed. Its output has `hidden` bytes.
         # Between the halves of a split backward pass (`halved`), inputs and output gradients of
@@ -50,9 +50,14 @@ class MicrobatchBytes:
             input_gradient += 3 * full
         norm = block.outside * block.norm_bytes(shape.hidden)
         up, down = (item * table.numel for table in block_tables(shape, tp)[3:5])
+        attention = scores * block.attention.forward_bytes
+        # Gathered keys and values, their gradients and a copy of these in the order of ranks. A
+        # recomputed block gathers keys and values before the backward pass of its MLP.
+        again = block.gathered * (recompute in ("full", "every_n"))
+        attention += 3 * block.gathered
         self.backward = self.hidden + max(
-            full + inputs * ffn + down,
-            input_gradient + scores * block.attention.forward_bytes - inputs * ffn + up + down,
+            full + inputs * ffn + down + again,
+            input_gradient + attention - inputs * ffn + up + down,
             16 * self.hidden * block.dropout,  # Temporaries of a dropout mask.
         )
         # The last norm and the head save their inputs and the logits.
@@ -86,6 +91,7 @@ def microbatch_bytes(run: PlannedRun) -> MicrobatchBytes:
         is_grouped=max(shape.kv_heads // layout.tp, 1) != shape.heads // layout.tp,
         has_documents=run.optimizer.has_documents,
         has_dropout=run.optimizer.has_attention_dropout,
+        has_chunks=layout.cp > 1,
     )
     kind = "cpu" if run.on_cpu else "cuda"
     on = AttentionDevice(kind, capability=_CAPABILITIES.get(device.family, (8, 0)))
@@ -94,6 +100,7 @@ def microbatch_bytes(run: PlannedRun) -> MicrobatchBytes:
         batch=layout.microbatch_size,
         seq=run.seq_len,
         item_bytes=int(run.item_bytes),
+        cp=layout.cp,
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
         fused_norm=not run.on_cpu,

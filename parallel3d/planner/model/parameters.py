@@ -175,7 +175,8 @@ def rank_numel(
 ) -> int:
     """Counts the parameters of the stages `parts` on a rank, without routed experts.
 
-    `shards` is the number of data-parallel shards, `at` the rank's tp and dp_shard coordinates.
+    `shards` is the number of data-parallel shards, `at` the rank's indices on tp and
+    among the shards.
     """
     tp_rank, dp_rank = at
 

@@ -40,13 +40,6 @@ def varied(layout: AnyLayout, **changes: Any) -> AnyLayout:
     return made
 
 
-def other_axes(parallel: ParallelConfig) -> tuple[int, int]:
-    """Returns cp and ep of a layout, or 1 for missing axes."""
-    if isinstance(parallel, FrameworkLayout):
-        return (parallel.cp, parallel.ep)
-    return (1, 1)
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunLayout(FrameworkLayout):
     """A layout with the number of microbatches and, for each kind of state, of shards.
@@ -64,10 +57,14 @@ class RunLayout(FrameworkLayout):
     recompute_every: int = 1  # One block in this many is recomputed.
 
     @property
+    def replicas(self) -> int:
+        """Number of ranks that reduce the gradients of the same parameters."""
+        return self.dp * self.cp
+
+    @property
     def expert_replicas(self) -> int:
         """Number of ranks in a stage that hold the same shard of the same experts."""
-        ranks = self.dp * self.cp * self.tp
-        return max(1, ranks // (self.ep * self.expert_tp))
+        return max(1, self.replicas * self.tp // (self.ep * self.expert_tp))
 
     def expert_shards(self, shards: int) -> int:
         """Returns the shards of an expert state if other states have `shards`: at most one per
@@ -297,12 +294,11 @@ def from_config(
 ) -> RunLayout:
     """Adds microbatches and shard counts to the layout of a recipe or framework. Sharding is over
     dp_shard x cp ranks."""
-    cp, _ = other_axes(parallel)
     microbatches = global_batch_size // (parallel.dp * parallel.microbatch_size)
     gather = parallel.gather_cadence
     if not framework.is_parallel3d:
         gather = parallel.gather or other_gather(parallel.pp, microbatches)
-    split = parallel.dp_shard * cp
+    split = parallel.dp_shard * parallel.cp
     shards = 1 if parallel.strategy in REPLICATED else split
     beyond = {
         "sharding": parallel.strategy,

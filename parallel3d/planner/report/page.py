@@ -193,7 +193,8 @@ def _gain(other: Strategy, best: Strategy) -> float:
 
 
 def _sizes(parallel: ParallelConfig) -> str:
-    return f"tp {parallel.tp} pp {parallel.pp} dp {parallel.dp}"
+    cp = f" cp {parallel.cp}" if parallel.cp > 1 else ""
+    return f"tp {parallel.tp} pp {parallel.pp}{cp} dp {parallel.dp}"
 
 
 def _remedies(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -95,42 +95,54 @@ def families(request: PlanRequest) -> dict[tuple[int, int], list[ParallelConfig]
 def _plain_layouts(request: PlanRequest) -> Iterator[ParallelConfig]:
     """Yields a layout for each valid combination of tp, pp, cp and ep."""
     fixed = request.fixed
-    kind = FrameworkLayout if request.framework.axes else ParallelConfig
-    for tp, pp in product(divisors(request.gpus), repeat=2):
-        is_small = tp <= (fixed.max_tp or tp) and pp <= (fixed.max_pp or pp)
+    tps = _sizes(request, "tp", fixed.max_tp)
+    for tp, pp in product(tps, _sizes(request, "pp", fixed.max_pp)):
         left, uneven = divmod(request.gpus, tp * pp)
-        if uneven or not is_small or not fixed.allows(tp=tp, pp=pp):
+        if uneven:
             continue
-        is_even = tp > 1 and request.seq_len % tp == 0
-        for more in _other_axes(request, left, left * tp):
-            plain = kind(
+        for cp, more in product(_context_sizes(request, left), _expert_sizes(request, left * tp)):
+            dp = left // cp
+            if request.global_batch_size % dp or not fixed.allows(cp=cp, **more):
+                continue
+            is_even = tp > 1 and request.seq_len // cp % tp == 0
+            yield (FrameworkLayout if more else ParallelConfig)(
                 pp=pp,
-                dp_shard=left // more.get("cp", 1),
+                dp_shard=dp,
+                cp=cp,
                 tp=tp,
                 sequence_parallel=is_even and fixed.allows(sequence_parallel=True),
                 offload=bool(fixed.offload),
                 **more,
             )
-            if not any(_rule_errors(request, plain)):
-                yield plain
 
 
-def _other_axes(request: PlanRequest, left: int, of_stage: int) -> Iterator[dict[str, Any]]:
-    """Yields each allowed cp and ep, or one empty dict if the framework lacks these axes.
+def _sizes(request: PlanRequest, axis: str, most: int | None) -> list[int]:
+    """Returns the allowed sizes of tp or pp, which do not depend on the other axes."""
+    found = []
+    for size in divisors(request.gpus):
+        layout = varied(ParallelConfig(), **{axis: size})
+        is_allowed = size <= (most or size) and request.fixed.allows(**{axis: size})
+        if is_allowed and not any(_rule_errors(request, layout)):
+            found.append(size)
+    return found
 
-    cp divides the `left` ranks (devices / (tp x pp)), ep the `of_stage` ranks of a stage.
-    """
-    eps = [1]
-    if not request.framework.axes:
-        yield {}
-        return
-    most = request.fixed.cp or max(1, request.seq_len // _SHORTEST_PART)
-    cps = [cp for cp in divisors(gcd(left, request.seq_len // 2)) if cp <= most]
-    if request.shape.experts is not None:
-        eps = divisors(gcd(request.shape.experts.count, of_stage))
-    for cp, ep in product(cps, eps):
-        if request.fixed.allows(cp=cp, ep=ep):
-            yield {"cp": cp, "ep": ep}
+
+def _context_sizes(request: PlanRequest, left: int) -> list[int]:
+    """Returns the values of cp to try. They divide the `left` ranks (devices / (tp x pp))."""
+    most = 1
+    if "cp" in request.framework.axes:
+        most = request.fixed.cp or max(1, request.seq_len // _SHORTEST_PART)
+    return [cp for cp in divisors(gcd(left, request.seq_len // 2)) if cp <= most]
+
+
+def _expert_sizes(request: PlanRequest, of_stage: int) -> list[dict[str, Any]]:
+    """Returns each ep that divides the `of_stage` ranks of a stage and the experts, or an empty
+    dict if the framework lacks this axis."""
+    if "ep" not in request.framework.axes:
+        return [{}]
+    experts = request.shape.experts
+    count = 1 if experts is None else experts.count
+    return [{"ep": ep} for ep in divisors(gcd(count, of_stage))]
 
 
 def _families_of(request: PlanRequest, plain: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -139,7 +151,12 @@ def _families_of(request: PlanRequest, plain: ParallelConfig) -> Iterator[Parall
     sequences = request.global_batch_size // plain.dp
     names = request.schedules if fixed.schedule is None else (fixed.schedule,)
     sizes = [size for size in divisors(sequences) if size <= MOST_MICROBATCH]
+    # cp and a microbatch size with a common divisor send more than both divided by it, with dp
+    # multiplied.
+    is_free = fixed.allows(cp=None, microbatch_size=None, dp_shard=None, dp_replicate=None)
     for size, name in product(sizes, names):
+        if is_free and gcd(size, plain.cp) > 1:
+            continue
         for virtual in _stage_counts(request, name, plain.pp):
             choice = dict(virtual_stages=virtual, microbatch_size=size)
             if fixed.allows(**choice) and (virtual == 1 or sequences // size % plain.pp == 0):
@@ -208,7 +225,7 @@ def data_axis_splits(request: PlanRequest, family: ParallelConfig) -> Iterator[P
         replicas = dp // shards
         if not fixed.allows(dp_shard=shards, dp_replicate=replicas):
             continue
-        for strategy in _strategies(request, shards, replicas):
+        for strategy in _strategies(request, shards, family.cp, replicas):
             gather = fixed.gather
             if gather is None and frees and strategy in FREED_BETWEEN_USES:
                 gather = "step"
@@ -224,7 +241,9 @@ def data_axis_splits(request: PlanRequest, family: ParallelConfig) -> Iterator[P
                 yield layout
 
 
-def _strategies(request: PlanRequest, shards: int, replicas: int) -> list[ShardingName | None]:
+def _strategies(
+    request: PlanRequest, dp_shard: int, cp: int, replicas: int
+) -> list[ShardingName | None]:
     """Returns the sharding strategies to try for these sizes.
 
     Other frameworks use the fixed strategy, or shard everything (None), or shard only the
@@ -233,6 +252,7 @@ def _strategies(request: PlanRequest, shards: int, replicas: int) -> list[Shardi
     fixed = request.fixed
     framework = request.framework
     asked = fixed.sharding
+    shards = dp_shard * cp
     if shards * replicas == 1:
         return [None]
     if not framework.is_parallel3d:
@@ -243,9 +263,12 @@ def _strategies(request: PlanRequest, shards: int, replicas: int) -> list[Shardi
         return [HYBRID_OF.get(asked, asked)]
     if asked is not None:
         return [] if asked in HYBRID_OF.values() else [asked]
-    if shards == 1:
-        return ["NO_SHARD"]
-    return ["HYBRID_SHARD"] if replicas > 1 else ["FULL_SHARD", "SHARD_OPTIMIZER"]
+    found: list[ShardingName | None] = []
+    if dp_shard == 1:
+        found.append("NO_SHARD")
+    if shards > 1:
+        found += ["HYBRID_SHARD"] if replicas > 1 else ["FULL_SHARD", "SHARD_OPTIMIZER"]
+    return found
 
 
 def per_microbatch_variant(request: PlanRequest, layout: ParallelConfig) -> ParallelConfig | None:
@@ -255,7 +278,9 @@ def per_microbatch_variant(request: PlanRequest, layout: ParallelConfig) -> Para
     not fit.
     """
     fixed = request.fixed
-    if not request.framework.is_parallel3d or layout.dp_shard == 1 or fixed.gather or fixed.reduce:
+    if not request.framework.is_parallel3d or fixed.gather or fixed.reduce:
+        return None
+    if layout.dp_shard * layout.cp == 1:
         return None
     variant = varied(layout, gather="microbatch", reduce="microbatch")
     return None if any(sharding_errors(variant)) else variant
@@ -270,12 +295,15 @@ def check_fixed(request: PlanRequest) -> None:
             rule = f"{request.framework.name} has no such axis; try --framework megatron-core"
             raise ConfigError(f"{axis} = {getattr(fixed, axis)}: {rule}")
     least = ParallelConfig(
-        pp=fixed.pp or 1, tp=fixed.tp or 1, microbatch_size=fixed.microbatch_size or 1
+        pp=fixed.pp or 1,
+        cp=fixed.cp or 1,
+        tp=fixed.tp or 1,
+        microbatch_size=fixed.microbatch_size or 1,
     )
     recompute = recompute_choices(request, 1)[0]
     for error in layout_errors(request, recompute.of(least)):
         raise ConfigError(error)
-    axes = ("pp", "dp_replicate", "dp_shard", "tp", "cp")
+    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     sizes = {axis: getattr(fixed, axis) for axis in axes if getattr(fixed, axis)}
     size = prod(sizes.values())
     if gpus % size:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from parallel3d.planner.model.planned_run import other_axes
 from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.search.tp_pp_search import Candidate
 
@@ -25,7 +24,7 @@ def put_in_order(request: PlanRequest, candidates: Iterable[Candidate]) -> list[
 
     In descending priority, it prefers a narrow error range, few axes besides data parallelism (full
     recompute counts as one), no hybrid sharding, tp within a node, no recompute, few stages,
-    tp x dp_shard within a node, and a short step time.
+    tp x cp x dp_shard within a node, and a short step time.
     """
     by_time = sorted(candidates, key=lambda each: each.step_time_s)
     if not by_time:
@@ -39,7 +38,8 @@ def put_in_order(request: PlanRequest, candidates: Iterable[Candidate]) -> list[
     def preference(candidate: Candidate) -> tuple[float, ...]:
         parallel = candidate.parallel
         passes = 2 if parallel.recompute == "full" else 1
-        means = (parallel.tp, parallel.pp, *other_axes(parallel), passes)
+        ep = vars(parallel).get("ep", 1)
+        means = (parallel.tp, parallel.pp, parallel.cp, ep, passes)
         return (
             widths[candidate] > narrow,
             len([size for size in means if size > 1]),
@@ -47,7 +47,7 @@ def put_in_order(request: PlanRequest, candidates: Iterable[Candidate]) -> list[
             parallel.tp > node,
             parallel.recompute != "none",
             parallel.stages,
-            parallel.tp * parallel.dp_shard > node,
+            parallel.tp * parallel.cp * parallel.dp_shard > node,
             candidate.step_time_s,
         )
 

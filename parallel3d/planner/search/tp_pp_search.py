@@ -19,7 +19,7 @@ from typing import NamedTuple
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.memory.estimate import RankEstimate
 from parallel3d.planner.memory.ranks import worst_rank
-from parallel3d.planner.model.planned_run import other_axes, varied
+from parallel3d.planner.model.planned_run import varied
 from parallel3d.planner.search.request import PlanRequest
 from parallel3d.planner.search.space import (
     RecomputeChoice,
@@ -108,7 +108,8 @@ class TpPpSearch:
         """The heap. Initially, an entry has all families with equal microbatch times."""
         groups: dict[object, list[_Family]] = {}
         for family in self._families:
-            key = family.parallel.microbatch_size, other_axes(family.parallel)
+            parallel = family.parallel
+            key = parallel.microbatch_size, parallel.cp, vars(parallel).get("ep")
             groups.setdefault(key, []).append(family)
         found = []
         for group in groups.values():
@@ -262,7 +263,8 @@ class TpPpSearch:
         """
         if not self._request.framework.is_parallel3d:
             return self._layout_bytes(family, way, kind)
-        key = (way.schedule, way.virtual_stages, way.strategy, way.dp_shard, way.gather)
+        shards = way.dp_shard * way.cp
+        key = (way.schedule, way.virtual_stages, way.strategy, shards, way.gather)
         if key not in self._states:
             run = self._request.planned_run(way)
             self._states[key], _ = RankEstimate(run, 0).least_bytes

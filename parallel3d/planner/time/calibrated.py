@@ -13,7 +13,12 @@ from parallel3d.planner.time.block import (
     embedding_times,
     head_times,
 )
-from parallel3d.planner.time.collectives import hidden_bytes, send_s, tp_exchange_s
+from parallel3d.planner.time.collectives import (
+    context_gather_s,
+    hidden_bytes,
+    send_s,
+    tp_exchange_s,
+)
 from parallel3d.planner.time.roofline import Kernels
 
 _FORWARD = 0.4  # Fraction of a block's dispatch time that belongs to the forward pass.
@@ -49,7 +54,7 @@ class CalibratedHost:
         if layout.strategy in REPLICATED:
             splits = "SHARD_OPTIMIZER"
             repeats = "NO_SHARD"
-        replicas = measured.overhead(repeats, layout.dp // shards)
+        replicas = measured.overhead(repeats, layout.replicas // shards)
         self.dp = measured.overhead(splits, shards).plus(replicas)
 
     def microbatch(self) -> MicrobatchTimes:
@@ -59,6 +64,7 @@ class CalibratedHost:
         kernels = Kernels(device=run.cluster.device, precision=run.precision, process=process)
         block = block_times(run, kernels)
         tp_forward, tp_backward = self._tp_s()
+        cp = context_gather_s(run)
         # The measured cost of recompute includes its dispatch.
         share = 1 / run.layout.recompute_every
         if recompute == "every_n":
@@ -83,10 +89,11 @@ class CalibratedHost:
                 compute=block.forward_s + block.backward_s,
                 recompute=again,
                 tp=tp_forward + tp_backward + self.tp.block,
+                cp=3 * cp,
                 dp=self.dp.block,
                 overhead=dispatch + dispatch_back,
             ),
-            forward_s=block.forward_s + dispatch + tp_forward + added,
+            forward_s=block.forward_s + dispatch + tp_forward + cp + added,
             weight_s=block.weight_s,
             head_s=(head_forward + loss + end_forward, head_backward + loss + end_backward),
             embedding_s=(embedding_forward + end_forward, embedding_backward + end_backward),

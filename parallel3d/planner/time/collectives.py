@@ -1,6 +1,6 @@
 """Seconds of collectives by the alpha-beta model, and the exposed data-parallel communication.
 
-Ranks are in mesh order: pp, dp_replicate, dp_shard, (cp,) tp. The last varies fastest. A ring over
+Ranks are in mesh order: pp, dp_replicate, dp_shard, cp, tp. The last varies fastest. A ring over
 n ranks moves (n - 1) / n of the bytes through its slowest link. NCCL builds a ring for each network
 port of a node, so a group with g ranks per node uses g ports (Thakur et al. 2005; NCCL's tuning
 model in src/graph/tuning.cc).
@@ -62,6 +62,19 @@ def tp_exchange_s(run: PlannedRun) -> float:
     if run.layout.sequence_parallel:
         return 2 * all_gather_s(run.cluster, group, hidden_bytes(run))
     return all_reduce_s(run.cluster, group, hidden_bytes(run))
+
+
+def context_gather_s(run: PlannedRun) -> float:
+    """Returns the exposed seconds to send a layer's keys and values, or their gradients, over cp.
+
+    parallel3d all-gathers them before attention. Other frameworks send them around a ring,
+    overlapped with attention (Liu et al. 2023, arXiv 2310.01889).
+    """
+    layout = run.layout
+    kv_hidden = max(run.shape.kv_hidden // layout.tp, run.shape.head_dim)
+    bytes_ = 2 * run.item_bytes * layout.microbatch_size * run.seq_len * kv_hidden
+    seconds = all_gather_s(run.cluster, run.group(layout.cp, layout.tp), bytes_)
+    return seconds if run.framework.is_parallel3d else 0.5 * seconds
 
 
 def experts_exchange_s(run: PlannedRun) -> float:
@@ -160,8 +173,8 @@ def _unit_s(run: PlannedRun, part: StageSlice, shards: int) -> tuple[float, floa
     Experts are sharded over the ranks that hold the same experts.
     """
     layout = run.layout
-    ranks = layout.dp * layout.cp
-    gather_s, reduce_s = _split_s(run, run.stage_parameters(part), shards, ranks, layout.tp)
+    parameters = run.stage_parameters(part)
+    gather_s, reduce_s = _split_s(run, parameters, shards, layout.replicas, layout.tp)
     experts = run.stage_experts(part)
     if experts:
         more_gather_s, more_reduce_s = _split_s(

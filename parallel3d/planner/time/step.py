@@ -21,6 +21,7 @@ from parallel3d.planner.time.block import (
 from parallel3d.planner.time.calibrated import CalibratedHost
 from parallel3d.planner.time.collectives import (
     all_gather_s,
+    context_gather_s,
     experts_exchange_s,
     hidden_bytes,
     reduced_once_s,
@@ -244,12 +245,7 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
             neighbours = run.group(layout.expert_tp, 1)
             within = 2 * all_gather_s(run.cluster, neighbours, rows)
             tp += within / _TP_SPEED
-    # Keys and values are sent around a ring, overlapped with attention (Liu et al. 2023, arXiv
-    # 2310.01889).
-    kv_hidden = max(run.shape.kv_hidden // layout.tp, run.shape.head_dim)
-    bytes_ = 2 * 2.0 * layout.microbatch_size * run.seq_len * kv_hidden
-    ring = run.group(layout.cp, layout.tp)
-    cp = 0.5 * all_gather_s(run.cluster, ring, bytes_)
+    cp = context_gather_s(run)  # The backward pass sends keys, values and their gradients.
     # A recomputed block repeats its last collective, although its output is unused.
     repeated = {"full": 1.0, "every_n": 1 / layout.recompute_every, "op": 0.5}
     again = repeated.get(layout.recompute, 0.0)
@@ -345,7 +341,7 @@ def _muon_s(run: PlannedRun, muon: MuonCosts, part: StageSlice) -> float:
     """
     device = run.cluster.device
     layout = run.layout
-    ranks = layout.dp * layout.tp
+    ranks = layout.replicas * layout.tp
     flops = 0.0
     for table in hidden_tables(run.shape, 1):
         short, long = sorted((table.rows, table.columns))
