@@ -54,7 +54,7 @@ _MOST_BLOCKS = 64  # forwards and backwards of a block in a dry run, so that it 
 
 
 def random_layouts(count: int, seed: int) -> Iterator[tuple[Recipe, int]]:
-    """(recipe, pipeline rank), each a layout that the trainer accepts."""
+    """(recipe, rank), each a layout that the trainer accepts."""
     draw = random.Random(seed)
     cards = shape_cards()
     names = sorted(name for name in cards if name.startswith(_FAMILIES))
@@ -65,10 +65,10 @@ def random_layouts(count: int, seed: int) -> Iterator[tuple[Recipe, int]]:
         recipe = _layout(draw, card_config(name, cards[name]))
         if recipe is not None:
             found += 1
-            yield (
-                recipe,
-                draw.choice((0, recipe.parallel.pp - 1, draw.randrange(recipe.parallel.pp))),
-            )
+            parallel = recipe.parallel
+            stage = draw.choice((0, parallel.pp - 1, draw.randrange(parallel.pp)))
+            of_stage = parallel.world_size // parallel.pp
+            yield recipe, stage * of_stage + draw.randrange(parallel.cp) * parallel.tp
 
 
 def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
@@ -80,8 +80,9 @@ def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
     virtual = draw.choice((2, 3, 4)) if most is None else most
     if model.layers < pp * virtual:
         return None
+    cp = draw.choice((1, 1, 1, 2, 4, 8))
     replicas = draw.choice((1, 1, 2, 4))
-    everyone = _MOST_RANKS // (pp * tp * replicas)
+    everyone = _MOST_RANKS // (pp * cp * tp * replicas)
     shards = draw.choice((1, 2, 8, 32, 128, 512, everyone, everyone))
     strategy = draw.choice(_STRATEGIES)
     if strategy == "SHARD_GRAD_OP" and replicas > 1:
@@ -96,6 +97,7 @@ def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
         pp=pp,
         dp_replicate=replicas,
         dp_shard=shards,
+        cp=cp,
         tp=tp,
         virtual_stages=virtual,
         schedule=schedule,
@@ -110,11 +112,11 @@ def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
     train = TrainConfig(
         steps=1,
         global_batch_size=microbatches * microbatch * parallel.dp,
-        seq_len=draw.choice((1024, 2048, 4096, 8192)),
+        seq_len=cp * draw.choice((1024, 2048, 4096, 8192)),
         precision=draw.choice(("bf16", "bf16", "bf16", "fp32")),
     )
     if model.max_positions is not None:
-        train = replace(train, seq_len=min(train.seq_len, model.max_positions))
+        model = replace(model, max_positions=max(train.seq_len, model.max_positions))
     recipe = Recipe(
         model=model,
         train=train,
@@ -137,8 +139,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
     options = parser.parse_args()
     errors = []
-    for recipe, pipeline_rank in random_layouts(options.layouts, options.seed):
-        rank = pipeline_rank * (recipe.parallel.world_size // recipe.parallel.pp)
+    for recipe, rank in random_layouts(options.layouts, options.seed):
         found = verify(recipe, rank)
         errors.append(found.difference)
         print(f"{found.difference:+7.2%}  {recipe.model.name} {layout_text(recipe.parallel)}")
