@@ -288,20 +288,27 @@ class ParallelAttention(ParallelModule):
         """Attention of a few queries, given their positions and those of the keys near them."""
         causal = self.options.causal
         window = self.options.window
-        if repeats_heads:
-            k, v = (part.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for part in (k, v))
+        has_dropout = self.dropout is not None and self.training
+        group = q.shape[2] // k.shape[2] if repeats_heads else 1
+        if has_dropout:
+            k, v = (part.repeat_interleave(group, dim=2) for part in (k, v))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
-        if self.dropout is not None and self.training:
+        if has_dropout:
             mask = visible(queries, keys, causal, window, q.device)
             within = {2: (queries, seq), 3: (keys, seq)}
             return self._attend_with_dropout(q, k, v, mask, key, within).transpose(1, 2)
         bias: Tensor | None = None
         if causal:
-            mask_of = self.sequence_part.last_queries_mask
-            bias = mask_of(len(queries), len(keys), longest=seq, window=window, like=q)
+            bias = self.sequence_part.last_queries_mask(
+                len(queries), len(keys), longest=seq, window=window, repeats=group, like=q
+            )
         elif window is not None:
-            bias = visible(queries, keys, causal, window, q.device)
-        return attend(q, k, v, bias, causal=False).transpose(1, 2)
+            bias = visible(queries, keys, causal, window, q.device).repeat(group, 1)
+        # Heads that share keys become further queries, because repeated keys would be kept for each
+        # block.
+        folded = q.unflatten(1, (-1, group)).flatten(2, 3)
+        y = attend(folded, k, v, bias, causal=False)
+        return y.unflatten(2, (group, -1)).flatten(1, 2).transpose(1, 2)
 
     def _attend_with_dropout(
         self,

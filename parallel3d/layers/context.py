@@ -73,6 +73,7 @@ class _GatherSequence(Function):
     @staticmethod
     def forward(ctx: Any, own: Tensor, part: SequencePart, held: list[Gathered] | None) -> Tensor:
         ctx.part = part
+        ctx.held = held
         if held is None:
             return gather_sequence(own, part)
         held.append(Gathered(own.contiguous(), part))
@@ -81,6 +82,8 @@ class _GatherSequence(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.held:  # A split backward pass keeps the graph for longer.
+            ctx.held[0].free()
         by_rank = torch.stack(ctx.part.split(grad, 1))
         return reduce_scatter(by_rank, ctx.part.axis, dim=0)[0], None, None
 
@@ -164,7 +167,7 @@ def attend_chunks(
                 # The keys of consecutive documents are adjacent.
                 at = slice(seen[0][1].start, seen[-1][1].stop)
                 by_query, by_key = (
-                    Segments.of([len(each) for each in side] * len(own), q.device)
+                    Segments.of([len(each) for each in side], q.device)
                     for side in zip(*seen, strict=True)
                 )
                 y = attend_by_varlen(
@@ -190,12 +193,14 @@ def attend_chunks(
 def _rows(
     documents: PackedDocuments | None, batch: int, seq: int
 ) -> Iterator[tuple[slice, list[range]]]:
-    """Yields rows of the batch with the ranges of their documents."""
-    if documents is None:
-        yield slice(0, batch), [range(seq)]
-        return
+    """Yields each row of the batch with the ranges of its documents.
+
+    The keys of several rows up to a position are not adjacent in memory, so kernels would copy and
+    keep them.
+    """
+    lengths = [seq] * batch if documents is None else documents.lengths
     spans: list[list[range]] = [[] for _ in range(batch)]
-    for length, end in zip(documents.lengths, accumulate(documents.lengths), strict=True):
+    for length, end in zip(lengths, accumulate(lengths), strict=True):
         row, first = divmod(end - length, seq)
         spans[row].append(range(first, first + length))
     for row, own in enumerate(spans):

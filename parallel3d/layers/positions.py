@@ -177,6 +177,7 @@ class RotaryEmbedding(nn.Module):
         self.theta = theta
         self.scaling = scaling
         self._table: tuple[Tensor, Tensor] | None = None
+        self._own_rows: dict[object, tuple[Tensor, Tensor]] = {}
         self.pointwise: Pointwise = turned
 
     def forward(
@@ -194,9 +195,14 @@ class RotaryEmbedding(nn.Module):
         """
         length = x.shape[1] * part.ranks
         cos, sin = (table[:length] for table in self.make_table(length, x))
-        if positions is None:
-            return self.pointwise(x, part.take(cos, 0), part.take(sin, 0), None)
-        return self.pointwise(x, cos, sin, part.take(positions, 1))
+        if positions is not None:
+            return self.pointwise(x, cos, sin, part.take(positions, 1))
+        if part.ranks > 1:  # All layers share the rows of the part.
+            own = (length, cos.dtype, cos.device, part)
+            if own not in self._own_rows:
+                self._own_rows = {own: (part.take(cos, 0), part.take(sin, 0))}
+            cos, sin = self._own_rows[own]
+        return self.pointwise(x, cos, sin, None)
 
     def make_table(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Returns cos and sin [at least `length`, 1, head_dim] on the device of `like`.

@@ -79,15 +79,22 @@ class SequencePart:
         return self.take(torch.arange(length, device=device), 0)
 
     def last_queries_mask(
-        self, queries: int, keys: int, *, longest: int, window: int | None, like: Tensor
+        self,
+        queries: int,
+        keys: int,
+        *,
+        longest: int,
+        window: int | None,
+        repeats: int,
+        like: Tensor,
     ) -> Tensor:
-        """Returns the causal mask [queries, keys] of queries that are the last of the keys.
+        """Returns the causal mask [repeats * queries, keys] of queries that are the last keys.
 
         It is 0 if a query sees a key, else -inf, in the dtype of `like`. There are at most
-        `QUERY_BLOCK` queries and `longest` keys. All masks are views of one tensor, which the
-        layers of a model share.
+        `QUERY_BLOCK` queries and `longest` keys. All masks of full blocks are views of one tensor,
+        which the layers of a model share.
         """
-        own = (window, like.dtype, like.device)
+        own = (window, repeats, like.dtype, like.device)
         if window is not None:
             longest = min(longest, QUERY_BLOCK + window - 1)
         mask = self._masks.get(own)
@@ -95,8 +102,10 @@ class SequencePart:
             last = range(longest - QUERY_BLOCK, longest)
             hidden = ~visible(last, range(longest), True, window, like.device)
             mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
-            self._masks[own] = mask.masked_fill_(hidden, float("-inf"))
-        return mask[QUERY_BLOCK - queries :, mask.shape[1] - keys :]
+            mask = mask.masked_fill_(hidden, float("-inf")).repeat(repeats, 1)
+            self._masks[own] = mask
+        by_repeat = mask.unflatten(0, (repeats, QUERY_BLOCK))[:, QUERY_BLOCK - queries :]
+        return by_repeat.flatten(0, 1)[:, mask.shape[1] - keys :]
 
     def _part(self, x: Tensor, dim: int, rank: int) -> Tensor:
         ranges = self.ranges(x.shape[dim], rank)
