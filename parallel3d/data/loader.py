@@ -110,7 +110,7 @@ class BatchLoader:
     def evaluating(
         self, source: WindowSource, global_batch_size: int, *, stop: float = inf
     ) -> BatchLoader:
-        """Returns a loader for evaluation in this layout, without batch warmup and skips."""
+        """Returns a loader for evaluation in this layout, without batch warmup or skips."""
         return replace(
             self,
             source=source,
@@ -136,7 +136,7 @@ class BatchLoader:
             wrong_id = WrongId(int(samples[row]), int(drawn[row, column]), largest)
             drawn = np.where(is_wrong, 0, drawn)
         ids = torch.from_numpy(drawn.astype(np.int64))
-        # Clone: with one sequence both slices are contiguous, so contiguous() would not copy them.
+        # contiguous() would not copy the slices of a single sequence. They would share memory.
         inputs = ids[:, :-1].clone(memory_format=torch.contiguous_format)
         labels = ids[:, 1:].clone(memory_format=torch.contiguous_format)
         labels[torch.from_numpy(is_beyond)] = IGNORED

@@ -43,6 +43,7 @@ _OPEN_FILES = 64  # Limit per stream; a corpus may have more shards than a proce
 # Megatron's header: magic, version, dtype code, number of sequences, number of document boundaries.
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
+# Megatron's dtype codes.
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 
@@ -74,7 +75,7 @@ class ShardTokenizer:
 class TokensJson:
     """Content of `tokens.json`."""
 
-    # It also applies to the dataclasses of the fields.
+    # Also applies to the dataclasses above.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     format: Literal[1] = 1

@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
     A step processes the matrices in rounds. Each round sends shards in `ns_dtype` in two
     all-to-alls over the ranks of the stage. The trainer multiplies the scheduled learning rate by
     the group's `lr_ratio`. `state` must have "momentum_buffer" of each parameter before the first
-    step. Every rank of `mesh` must build it, from a `resolved` config.
+    step. Every rank of `mesh` must build it. `config` must be `resolved`.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""How an optimizer divides work with large temporary tensors.
+"""Divides the work of an optimizer that needs large temporary tensors.
 
-It processes a few parameters at a time, and each matrix on one rank. This module is free of torch,
-because the planner (`planner.model.muon`) counts bytes by the same rounds.
+A round processes a few parameters, and each matrix on one rank. This module does not import torch,
+because the planner (`planner.model.muon`) counts the bytes of the same rounds.
 """
 
 from __future__ import annotations

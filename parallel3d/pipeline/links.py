@@ -139,8 +139,8 @@ class Links:
             )
             start = self.isend if self.rank == source else self.irecv
             start(first_message, peer).wait()
-        # Without the barrier, a rank that fails now would close its end while another rank is still
-        # connecting and would then wait forever.
+        # Without the barrier, a rank that fails now would close its end while its peer is still
+        # connecting, and the peer would wait forever.
         dist.barrier(self._pipeline)
 
     def isend(self, tensor: Tensor, target: int) -> Any:
@@ -155,9 +155,9 @@ class Links:
 
     def complete(self, work: dist.Work, peer: int) -> None:
         """Waits for a transfer through the backend. Raises PeerLostError on failure or timeout."""
-        # On GPUs no timeout is passed, because it would block the host. There the stream waits, and
-        # NCCL's watchdog applies the timeout. gloo would otherwise apply the timeout with which its
-        # group was created.
+        # On GPUs no timeout is passed, because it would block the host: the stream waits, and
+        # NCCL's watchdog applies the timeout. Without an argument, gloo would apply the timeout
+        # that its group was created with.
         limits = () if self.device.type == "cuda" else (self._timeout,)
         _noticing_loss(peer, work.wait, *limits)
 

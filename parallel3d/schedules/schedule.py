@@ -1,7 +1,7 @@
-"""Pipeline schedule as plain data: the actions of each pipeline rank, in order. No torch here.
+"""Pipeline schedule as plain data, without torch: the actions of each pipeline rank, in order.
 
-The runtime executes a schedule and the simulator times it. It does not contain sends and receives,
-which follow from the placement of the stages.
+The runtime executes a schedule and the simulator times it. A schedule does not contain sends and
+receives, which follow from the placement of the stages.
 """
 
 from __future__ import annotations
