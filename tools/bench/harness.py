@@ -96,7 +96,7 @@ class TimedCase:
     rounds: int
     steps: int  # per round
     cpu_bar: float | None  # Largest ratio of CPU time, ours / peer. None: no limit.
-    one_process: str = ""  # name of the case whose peer, in one process, is a second reference
+    one_process: str = ""  # name of a case in one process, whose peer is a second reference
     wall_bar: float | None = None  # largest ratio of wall time, ours / peer
 
 

@@ -41,8 +41,9 @@ from parallel3d.tools.check_layout.plain import adamw
 
 
 def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:
-    """Returns one pipeline stage on the meta device. If the layers do not divide evenly, the first
-    stages get one more each.
+    """Builds a pipeline stage on the meta device.
+
+    Each stage has `layers // stages` layers, and the first `layers % stages` stages have one more.
     """
     with torch.device("meta"):
         model = PlainLlama(config)
