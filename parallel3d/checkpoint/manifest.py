@@ -159,7 +159,7 @@ class Manifest:
 
     @cached_property
     def pieces(self) -> dict[str, list[tuple[SavedPiece, str]]]:
-        """Pieces of each file in order, each with the name of its tensor."""
+        """Pieces of each file, ordered by position, each with the name of its tensor."""
         found: dict[str, list[tuple[SavedPiece, str]]] = {}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:

@@ -102,8 +102,8 @@ def find_checkpoints(resume: str, folder: Path) -> list[Path]:
 def find_start(start_from: str | None) -> list[Path]:
     """Returns the checkpoints to try for `checkpoint.start_from`, in order.
 
-    It can name a checkpoint, the folder of a run or of its checkpoints (newest first), or a folder
-    in Hugging Face format. Raises ConfigError if there is nothing to load.
+    `start_from` can name a checkpoint, the folder of a run or of its checkpoints (newest first), or
+    a folder in Hugging Face format. Raises ConfigError if there is nothing to load.
     """
     if start_from is None:
         return []

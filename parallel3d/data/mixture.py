@@ -106,7 +106,7 @@ class Mixture:
 
     @property
     def windows(self) -> int:
-        """Total number of windows. It is not an epoch: each source has its own epochs."""
+        """Number of windows of all sources together. Each source has its own epochs."""
         return sum(source.windows for source in self.sources)
 
     def draw(self, samples: Int64s) -> TokenIds:

@@ -59,12 +59,12 @@ class SkippedRanges:
         return samples
 
     def before(self, sequences: int) -> tuple[SequenceRange, ...]:
-        """Returns the skipped ranges that precede the last of the first `sequences` sequences."""
+        """Returns the ranges that are skipped within the first `sequences` sequences."""
         return tuple(each for each in self.ranges if each.last < self.end(sequences))
 
     def end(self, sequences: int) -> int:
-        """Returns the number of samples up to the last of the first `sequences` sequences,
-        including skipped ones."""
+        """Returns the number of samples that the first `sequences` sequences span, including
+        skipped ones."""
         return self.span(0, sequences).last + 1 if sequences else 0
 
     def span(self, begin: int, end: int) -> SequenceRange:

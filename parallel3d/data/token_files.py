@@ -64,7 +64,7 @@ class ShardTokenizer:
     kind: Literal["bytes", "json"]
     file: PlainName | None = None
     sha256: str | None = None  # SHA-256 of the file.
-    end_of_text: str | None = None  # Token that ends a document; None: found in `file`.
+    end_of_text: str | None = None  # Token that ends a document. None: `build_tokenizer` finds it.
 
     @property
     def label(self) -> str:
