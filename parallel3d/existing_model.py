@@ -151,8 +151,8 @@ class ExistingModel:
         """Compares a split copy of the model with the unsplit one, by one forward and backward pass
         of a few tokens. Collective.
 
-        Families whose rules are built in are not compared. A Hugging Face model is compared with at
-        most `_FEW_BLOCKS` blocks. Raises ConfigError if an output or a gradient differs.
+        Skips families with built-in rules, unless the recipe sets its own. A Hugging Face model has
+        at most `_FEW_BLOCKS` blocks here. Raises ConfigError if an output or a gradient differs.
         """
         config = recipe.model
         tp = mesh[Role.SPLIT_TENSORS]
@@ -228,10 +228,9 @@ def stage_names(model: nn.Module, config: ModelConfig) -> SplitSpec:
 
 
 def tp_rules(model: nn.Module, config: ModelConfig, tp: int, *, sequence_parallel: bool) -> Rules:
-    """Returns `model.tp_rules`, the rules of the model's family, or those of Llama for a family
-    without rules.
+    """Returns `model.tp_rules`, else the rules of the model's family, else those of Llama.
 
-    Raises ValueError if the model is from no family.
+    Raises ValueError if no rules are set and the model is not a Hugging Face model.
     """
     if config.tp_rules:
         return {rule.modules: _style(rule) for rule in config.tp_rules}

@@ -252,9 +252,9 @@ def to_hugging_face(
     """Returns the config.json of a model.
 
     `dtype` is the torch name of the weight dtype, `end_of_text` the ID of the end-of-text token,
-    and `seq_len` the training sequence length. `rope_theta` is written for both
-    versions of transformers, because each assumes 10,000 if its own key is missing. Raises
-    ConfigError if no model family supports the model."""
+    and `seq_len` the training sequence length. `rope_theta` is written for transformers 4 and for
+    5, because each assumes 10,000 if its own key is missing. Raises ConfigError if no model family
+    supports the model."""
     family = family_of(model)
     keys = _GPT2 if family == "gpt2" else _LLAMA
     config: dict[str, Any] = {
