@@ -59,7 +59,7 @@ class StepSize:
     model: ModelConfig
     seq_len: int
     rounds: int
-    steps: int  # per round
+    steps: int  # Steps per round.
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "fp32"
     is_compiled: bool = False
@@ -80,7 +80,7 @@ class StepLayout:
 
     name: str
     parallel: ParallelConfig
-    # Largest ratio of CPU time, ours / peer, by size.
+    # Largest ratio of CPU time, ours / peer, keyed by the name of the size.
     cpu_bars: dict[str, float] = field(default_factory=dict)
 
 

@@ -87,7 +87,7 @@ def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> No
             f"{part}_{name}": style for part in ("attention", "mlp") for name, style in norm.items()
         },
     }
-    # A middle stage has none of them, and parallelize_module warns if a module is missing.
+    # parallelize_module warns about missing modules, and a middle stage has none of `ends`.
     ends = {name: style for name, style in ends.items() if getattr(model, name) is not None}
     parallelize_module(model, mesh, ends, src_data_rank=None)
     for layer in model.layers.values():
