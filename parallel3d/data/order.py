@@ -2,8 +2,8 @@
 
 Each epoch is a permutation of all windows. The window of a sample is a pure function of the seed
 and the sample index, so a run can resume at any step and in any layout. A small cipher computes it.
-A table for 10^9 windows would take 8 GB in every process and tens of seconds in every epoch, and
-numpy's `permutation` may change between versions.
+A table for 10^9 windows would take 8 GB in every process, and numpy's `permutation` may change
+between versions.
 
 A run that skips samples (`SkippedRanges`) trains on the remaining samples in the same order.
 

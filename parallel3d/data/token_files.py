@@ -54,7 +54,7 @@ class Shard:
     file: PlainName
     tokens: Count = 0
     documents: Count = 0
-    crc32: int = 0  # CRC-32 of the file.
+    crc32: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class ShardTokenizer:
 
     kind: Literal["bytes", "json"]
     file: PlainName | None = None
-    sha256: str | None = None  # SHA-256 of the file.
+    sha256: str | None = None
     end_of_text: str | None = None  # Token that ends a document. None: `build_tokenizer` finds it.
 
     @property

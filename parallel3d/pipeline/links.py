@@ -63,8 +63,7 @@ class Links:
         self.device = device
         # Groups of the directions that begin or end at this rank.
         self._groups: dict[Way, dist.ProcessGroup] = {}
-        # Key in the store for the message of the first failure. The ranks of a pipeline share it,
-        # and it differs between pipelines.
+        # Key in the store for the message of the first failure, unique to this pipeline.
         self.name = f"parallel3d/{secrets.token_hex(8)}"
         self._is_closed = False
         self._timeout = timedelta()  # Time limit of a transfer. 0 if there are no other ranks.

@@ -32,8 +32,7 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 def naive(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """Runs one microbatch at a time forward and backward through all stages.
 
-    The bubble is (p - 1) / p for any m, and one microbatch is live. A model that is split over
-    devices without a schedule runs this way.
+    The bubble is (p - 1) / p for any m, and one microbatch is live.
     """
     actions: Actions = []
     stages = range(rank, pp * virtual_stages, pp)
@@ -102,9 +101,8 @@ def groups(pp: int, microbatches: int) -> list[range]:
     """Splits microbatches into the groups that loop over the ranks together.
 
     Groups are as even as possible, larger ones first, with at least pp microbatches each if there
-    are that many. In a group of fewer than pp, every rank waits at each turn. For example, with pp
-    4, v 4 and 9 microbatches, a rank is idle for 28 forward times with groups of 4, 4 and 1, but
-    for 9 with groups of 5 and 4. Equal groups give the order of torch.distributed.pipelining.
+    are that many. In a smaller group, every rank waits for its next stage at each turn. Equal
+    groups give the order of torch.distributed.pipelining.
     """
     count = max(1, microbatches // pp)
     size, larger = divmod(microbatches, count)

@@ -37,8 +37,7 @@ class Kind(StrEnum):
 class Action(NamedTuple):
     """One stage's work on one microbatch, written `2F0`: stage 2, forward, microbatch 0.
 
-    A named tuple, because a schedule can have hundreds of thousands, and a frozen dataclass takes 5
-    times as long to create.
+    A named tuple, because a frozen dataclass takes 5 times as long to create.
     """
 
     stage: int

@@ -1,9 +1,8 @@
 """`bench step`: times a training step in each layout against PyTorch's native stack.
 
 Both run in the same processes, start from the same weights and see the same tokens. Losses must
-agree before timing, because otherwise the peer would train a different model. At size `overhead`
-there is almost nothing to compute, which shows the cost of parallelism. At `compute`, matmuls
-dominate, as in real training.
+agree before timing. At size `overhead` there is almost nothing to compute, which shows the cost of
+parallelism. At `compute`, matmuls dominate, as in real training.
 """
 
 from __future__ import annotations
