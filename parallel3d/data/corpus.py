@@ -214,7 +214,7 @@ def split_documents(
     only one document, its last `validation_fraction`, at least one byte, is for validation."""
     if len(documents) == 1:
         (only,) = documents
-        most = max(only.stop - 1, 1)  # Leaves one byte for training, if there are two.
+        most = max(only.stop - 1, 1)  # Leave a byte for training, if there are two.
         border = only.stop - min(max(round(only.stop * validation_fraction), 1), most)
         return [replace(only, stop=border)], [replace(only, start=border)]
     draws = {document.name: _draw(document.name) for document in documents}

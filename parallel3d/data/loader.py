@@ -163,7 +163,7 @@ def documents_ended_by(end_of_text: int | None, ids: Tensor) -> Documents:
 
 @dataclass(frozen=True, eq=False)
 class EvaluationSet:
-    """An evaluation set, as this data-parallel rank's shares of global batches of equal size."""
+    """An evaluation set in global batches of equal size, and this data-parallel rank's shares."""
 
     name: str
     loader: BatchLoader
@@ -175,8 +175,8 @@ class EvaluationSet:
     ) -> EvaluationSet:
         """Builds a set from the first `sequences` of `source`, or from all if it is None.
 
-        Its layout is that of `like`, and its global batches are not larger. The last batch is
-        padded with sequences whose labels are ignored."""
+        It has the data-parallel layout of the loader `like`, and its global batches are at most as
+        large. The last batch is padded with sequences whose labels are ignored."""
         wanted = source.windows if sequences is None else sequences
         steps = ceil(wanted / like.global_batch_size)
         unit = like.dp_size * like.microbatch_size

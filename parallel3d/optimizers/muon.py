@@ -227,7 +227,7 @@ class MatrixExchange:
         self._owned = sorted(owned)
 
     def gather(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Sends this rank's parts to the owners. Returns the full matrices it owns by index."""
+        """Sends this rank's parts to the owners. Returns its own full matrices, keyed by index."""
         if self._stage.group is None:
             return dict(enumerate(parts))
         sent = [share for share in self._held if share.is_given]
