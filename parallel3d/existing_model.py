@@ -1,9 +1,9 @@
 """Builds a model that is not written with parallel3d's layers, for the trainer.
 
-`ExistingModel` is called as a class of `parallel3d.models` is: it returns the full model on the
-meta device, split over tp by rules. The module keeps its class, its forward pass and its parameter
-names. It gets two attributes that the trainer reads: `split_spec`, the names by which it is split
-into stages, and in each module `specs`, which says how the parameters are sharded and initialized.
+`ExistingModel` is called like a class in `parallel3d.models`. It returns the full model on the meta
+device, split over tp by rules. The model keeps its class, forward pass and parameter names. It gets
+two attributes that the trainer reads: `split_spec`, the names by which it is split into stages, and
+in each module `specs`, which says how the parameters are sharded and initialized.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ class ExistingModel:
         """Compares a split copy of the model with the unsplit one, by one forward and backward pass
         of a few tokens. Collective.
 
-        Families whose rules are built in are not compared. A Hugging Face model is compared with at
-        most `_FEW_BLOCKS` blocks. Raises ConfigError if an output or a gradient differs.
+        Skips families with built-in rules, unless the recipe sets its own. A Hugging Face model has
+        at most `_FEW_BLOCKS` blocks here. Raises ConfigError if an output or a gradient differs.
         """
         config = recipe.model
         tp = mesh[Role.SPLIT_TENSORS]
@@ -204,7 +204,11 @@ def _some_names(modules: set[str]) -> str:
 
 
 def stage_names(model: nn.Module, config: ModelConfig) -> SplitSpec:
-    """Returns the names of `model.stages`, of the model's family or of Llama that the model has."""
+    """Returns the module names by which a model is split into stages.
+
+    They are those of `model.stages`, else of the model's family, else of Llama. Names that the
+    model lacks are omitted.
+    """
     given = config.stages
     modules = {name for name, _ in model.named_modules()}
     if given is not None:
@@ -229,10 +233,9 @@ def stage_names(model: nn.Module, config: ModelConfig) -> SplitSpec:
 
 
 def tp_rules(model: nn.Module, config: ModelConfig, tp: int, *, sequence_parallel: bool) -> Rules:
-    """Returns `model.tp_rules`, the rules of the model's family, or those of Llama for a family
-    without rules.
+    """Returns `model.tp_rules`, else the rules of the model's family, else those of Llama.
 
-    Raises ValueError if the model is from no family.
+    Raises ValueError if no rules are set and the model is not a Hugging Face model.
     """
     if config.tp_rules:
         return {rule.modules: _style(rule) for rule in config.tp_rules}
@@ -249,7 +252,7 @@ def tp_rules(model: nn.Module, config: ModelConfig, tp: int, *, sequence_paralle
             family=(family if family in FAMILIES else "llama"),
         )
     )
-    if config.vocab % tp == 0:  # The loss reads split logits, so they need not be gathered.
+    if config.vocab % tp == 0:  # The loss reads split logits, so they are not all-gathered.
         for pattern, style in rules.items():
             if isinstance(style, Column) and style.gather_output:
                 rules[pattern] = replace(style, gather_output=False)
@@ -270,7 +273,7 @@ def _style(rule: TpRule) -> Style:
 
 
 def _recompute(model: nn.Module, names: SplitSpec, recompute: str, every: int) -> None:
-    """Makes blocks, or with "selective" their attention, recompute their activations."""
+    """Makes every `every`-th block, or its attention if "selective", recompute its activations."""
     for index, block in enumerate(model.get_submodule(names.blocks).children()):
         part: Any = block
         if recompute == "selective":
@@ -332,7 +335,7 @@ class _ConstructorInit:
 
     values: Callable[[int], dict[str, Tensor]] = field(repr=False)
     name: str
-    is_of_model = True  # The generator then has the seed of the run.
+    is_of_model = True  # Requests a generator with the seed of the run.
 
     def __call__(self, tensor: Tensor, generator: torch.Generator) -> None:
         tensor.copy_(self.values(generator.initial_seed())[self.name])
@@ -391,11 +394,11 @@ def construct_hugging_face(config: ModelConfig) -> nn.Module:
 
 
 def import_model(architecture: str) -> Any:
-    """Returns what builds the class that `model.architecture` names as `module:Class`.
+    """Returns the class that `model.architecture` names as `module:Class`, or an `ExistingModel`.
 
-    A class with the parameter `tp` in its constructor, or in that of a base class, builds its own
-    parallel layers. Any other becomes an `ExistingModel`. Raises ConfigError if there is no such
-    class.
+    A class whose constructor, or that of a base class, has the parameter `tp` builds its own
+    parallel layers. Any other is wrapped in an `ExistingModel`. Raises ConfigError if there is no
+    such class.
     """
     model_class = import_class("model.architecture", architecture, nn.Module, "torch.nn.Module")
     for base in model_class.mro():

@@ -239,7 +239,7 @@ def _groups(root: FSDPModule) -> list[Any]:
 
     A module has at most one group in torch 2.11, and a list of groups from 2.13 on.
     """
-    states = fully_shard.state(root)._state_ctx.all_states  # type: ignore[attr-defined]  # torch's pipelining does this, too
+    states = fully_shard.state(root)._state_ctx.all_states  # type: ignore[attr-defined]  # torch.distributed.pipelining does this, too
     groups = [
         getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states
     ]

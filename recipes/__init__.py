@@ -24,7 +24,8 @@ from parallel3d.planner.hardware.cluster import cluster_of_cuda
 from parallel3d.planner.model.training import unmodeled_settings
 from parallel3d.tools.arguments import HARDWARE
 
-_FEWEST_LINES = 5  # fewest lines of metrics.jsonl to plan with; the first includes the start-up
+# Minimum number of lines in metrics.jsonl to plan with. The first includes the start-up.
+_FEWEST_LINES = 5
 
 
 def shipped_recipes() -> dict[str, Path]:

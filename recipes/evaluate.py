@@ -155,7 +155,7 @@ def replay(options: argparse.Namespace) -> int:
         )
     *whole, _cut_off = file.read_text(errors="replace").split("\n")
     with locked(folder):
-        # Start a new run in the dashboard. If this run resumes, it continues there.
+        # Start a new run in the dashboard, which this run continues if it is resumed later.
         run.id_file(options.sink).unlink(missing_ok=True)
         try:
             sink = SINKS[options.sink]()

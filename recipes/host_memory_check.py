@@ -61,7 +61,7 @@ def check_host(recipe: Recipe, ranks: int, free: FreeMemory | None = None) -> No
 
 
 def _host_bytes(recipe: Recipe, ranks: int) -> float:
-    """Returns the sum of the first ranks' peak memory, even if they peak at different times."""
+    """Returns the memory of the first `ranks` ranks, as if all peaked at the same time."""
     by_rank = memory_by_rank(question_of(recipe).planned_run(recipe.parallel))
     stages = Counter(recipe.parallel.coordinates(rank).pp for rank in range(ranks))
     return ranks * _WORKER_BYTES + sum(count * by_rank[pp].total for pp, count in stages.items())

@@ -1,8 +1,8 @@
 """The command `parallel3d-train`, which also runs as a worker of torchrun or srun. Its commands on
 existing runs are in `evaluate`.
 
-Recipes are checked here, before local workers start and before torch is imported. Only a custom
-model class (`model.architecture: module:Class`) imports torch earlier."""
+Recipes are checked here, before local workers start and before torch is imported. Only callbacks
+and models from outside this project (`module:Class`, transformers) import torch earlier."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ class Reply:
 def exit_status(arguments: Sequence[str] | None, run: Callable[[list[str]], int]) -> int:
     """Runs a command on `arguments` (default: those of the process) and returns the exit status.
 
-    A Parallel3dError is printed as one line, with -v also its traceback. Other errors are raised,
-    except for a file name that is too long.
+    Prints a Parallel3dError, and with -v its traceback. Ctrl-C and a closed output pipe end the
+    command silently. Other errors are raised, except for a file name that is too long.
     """
     words = sys.argv[1:] if arguments is None else [*arguments]
     if isinstance(sys.stdout, TextIOWrapper):

@@ -45,7 +45,7 @@ def _result_or_error(step: Callable[[], Any]) -> Any:
 
 
 def _without_errors(results: list[Any]) -> list[Any]:
-    """Raises the first error among the results of the ranks."""
+    """Returns the results of the ranks, or raises the first error among them."""
     for each in results:
         if isinstance(each, Parallel3dError):
             raise each

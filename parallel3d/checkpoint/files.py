@@ -53,13 +53,13 @@ from parallel3d.errors import CheckpointError, SaveError, writing
 from parallel3d.torch_private import DcpPlace, dcp_index
 
 MODEL = "model."  # Prefix of the names of model parameters. No other tensors have it.
-# Estimated overhead of a part in bytes: in its file, the index and the manifest.
+# Estimated overhead per part, in bytes: in its file, the index and the manifest.
 _FRAME_BYTES = 4 << 10
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Assignment of parts to ranks, valid for every state of the same form."""
+    """Which rank writes which part of each tensor. Later saves of the same `form` reuse it."""
 
     form: Sequence[tuple[object, ...]]  # Name, shape, dtype and placements of each tensor.
     items: list[WriteItem]  # Parts that this rank writes.
@@ -69,7 +69,7 @@ class Agreement:
 
 @dataclass
 class PlannedSave:
-    """Parts that this rank writes, and the data that rank 0 adds."""
+    """A save to be written: the parts of this rank, and the progress and recipe of the run."""
 
     path: Path
     partial: Path  # Folder that is written. Renamed to `path` when complete.
@@ -77,7 +77,7 @@ class PlannedSave:
     config: str
     parts: list[tuple[WriteItem, Tensor]]  # The tensors are views of the state, or copies.
     agreed: Agreement
-    # Section whose `keep` keys say which older checkpoints to delete. None: keep all.
+    # Recipe section whose `keep` keys select the older checkpoints to delete. None: keep all.
     keep: CheckpointConfig | None = None
 
 
@@ -87,7 +87,7 @@ def save_tensors(state: dict[str, Tensor], progress: Progress, path: Path, confi
     Args:
         state: Tensors, keyed by global name.
         progress: Progress of the run.
-        path: Folder of the checkpoint, created by a rename when complete.
+        path: Folder to create. It gets this name when it is complete.
         config: Recipe of the run as YAML.
 
     Raises:
@@ -149,8 +149,9 @@ def plan_save(
 def write_and_commit(save: PlannedSave, group: dist.ProcessGroup | None = None) -> None:
     """Writes this rank's parts, then commits the checkpoint on rank 0. Collective.
 
-    To commit, rank 0 writes the manifest, renames the folder and deletes older checkpoints. Raises
-    SaveError and removes the incomplete folder if a rank cannot write or the commit fails.
+    To commit, rank 0 writes the manifest, renames the folder and deletes the older checkpoints that
+    `save.keep` does not keep. If a rank cannot write or the commit fails, the incomplete folder is
+    removed and SaveError is raised.
     """
 
     def own_shard() -> WrittenShard:
@@ -210,8 +211,8 @@ def load_tensors(choose: Callable[[Progress], dict[str, Tensor]], path: Path) ->
         Saved progress.
 
     Raises:
-        DamagedCheckpointError: The files are damaged. They are verified before a tensor changes.
-        CheckpointError: The checkpoint is from another model or in another format.
+        DamagedCheckpointError: A file is damaged. All files are verified before a tensor changes.
+        CheckpointError: The checkpoint is from a different model or in an unknown format.
     """
     manifest: Manifest
     wanted: dict[str, Tensor]

@@ -112,8 +112,8 @@ NAMES = {
 def hf_tensors(model: ModelConfig, names: Iterable[str]) -> Iterator[HfTensor]:
     """Yields the tensors that a model has in Hugging Face format, from the embedding to the head.
 
-    A tied head is omitted, as in files that Transformers writes. `names` are those
-    of the model's parameters, which a model with `architecture: transformers` keeps.
+    A tied head is omitted, as in files that Transformers writes. `names` are the names of the
+    model's parameters. Models with `architecture: transformers` have the same names in both.
 
     Raises:
         ConfigError: No Hugging Face family can represent this model.

@@ -1,7 +1,7 @@
-"""Manifest of a checkpoint, `manifest.json`: checksums, location of each piece, and progress.
+"""Manifest of a checkpoint, `manifest.json`: its progress, files, tensors and checksums.
 
-It is read before all other files and used to validate them, and its tensors are compared with those
-of the model. No torch here.
+It is read before all other files and used to validate them. Its tensors are compared with those of
+the model. This module does not import torch.
 
 The checksum of a file is its CRC-32. The checksum of a piece is the running CRC-32 of its file up
 to the end of the piece. One pass over a file computes both, and the checksums of a piece and of its
@@ -28,7 +28,7 @@ from parallel3d.config.recipe import SequenceRange
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
 
-_BLOCK = re.compile(r"\.\d+\.")  # Index of the block in a tensor's name.
+_BLOCK = re.compile(r"\.\d+\.")  # Index of the transformer block in a tensor's name.
 Shapes = Mapping[str, Sequence[int]]  # Keyed by tensor name.
 FORMAT: Literal[1] = 1
 MANIFEST_FILE = "manifest.json"
@@ -107,7 +107,7 @@ class SavedFile:
 class SavedPiece:
     """Region of a global tensor, and its location: `bytes` bytes from offset `at` in a file.
 
-    The elements start at `data`, in row-major order.
+    The elements start at file offset `data`, in row-major order.
     """
 
     file: FileName
@@ -144,7 +144,9 @@ class Damage:
 
 @dataclass(frozen=True)
 class Manifest:
-    # Also applies to the classes above.
+    """Content of `manifest.json`: versions, progress of the run, and all files and tensors."""
+
+    # Also applies to the dataclasses above, unless they have their own.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     format: Literal[1]
@@ -157,7 +159,7 @@ class Manifest:
 
     @cached_property
     def pieces(self) -> dict[str, list[tuple[SavedPiece, str]]]:
-        """Pieces of each file in order, each with the name of its tensor."""
+        """Pieces of each file, ordered by position, each with the name of its tensor."""
         found: dict[str, list[tuple[SavedPiece, str]]] = {}
         for name, tensor in self.tensors.items():
             for piece in tensor.pieces:
@@ -241,7 +243,7 @@ def damaged_files(folder: Path, manifest: Manifest, names: Iterable[str]) -> Ite
                     if crc != expected:
                         tensors[tensor] = None
                     crc = expected
-                # The rest, or all of a file without pieces.
+                # Read the rest of the file, or all of it if it has no pieces.
                 crc = _crc_of(file, manifest.files[name].bytes, crc)
         except OSError as error:
             yield Damage(name, f"cannot be read: {error.strerror}")

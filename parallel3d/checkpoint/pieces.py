@@ -1,10 +1,10 @@
 """Reads and writes pieces of tensors in the files of a checkpoint.
 
-Each rank writes its parts into one file in the format of torch.distributed.checkpoint. Checksums
-are computed from the bytes in memory, before the disk can corrupt them.
+Each rank writes its parts into one file in the format of torch.distributed.checkpoint (DCP).
+Checksums are computed from the bytes in memory, before the disk can corrupt them.
 
-Reading needs only the manifest and the elements. The index of DCP and the pickles around each piece
-are never loaded, so reading runs no code from a checkpoint.
+Reading needs only the manifest and the elements. DCP's index and the pickle data around each piece
+are never loaded, so reading cannot run code from a checkpoint.
 """
 
 from __future__ import annotations
@@ -99,7 +99,8 @@ def read_own_part(folder: Path, saved: SavedTensor, tensor: Tensor) -> None:
 def read_box(folder: Path, saved: SavedTensor, offsets: Sequence[int], target: Tensor) -> None:
     """Reads a region of a saved tensor into `target`.
 
-    The region starts at `offsets`. Raises DamagedCheckpointError if a file cannot be read.
+    The region starts at `offsets` and has the shape of `target`. Raises DamagedCheckpointError if a
+    file cannot be read.
     """
     for piece in saved.pieces:
         part = target

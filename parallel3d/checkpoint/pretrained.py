@@ -67,7 +67,7 @@ def refuse_another_model(
     tensors = hf_tensors(model, shapes)
     here = {each.name: each.shape(shapes[each.parameters[0]]) for each in tensors}
     stored = _open(folder, model)
-    if HEAD not in here:  # Some files contain the tied head. transformers ties it, too.
+    if HEAD not in here:  # The head is tied, but some files contain it.
         stored.pop(HEAD, None)
     lines = differences({name: each.get_shape() for name, each in stored.items()}, here)
     for name, each in stored.items():

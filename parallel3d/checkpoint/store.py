@@ -1,6 +1,6 @@
 """Lists, commits, sets aside and deletes the checkpoints of a run. Finds those to load.
 
-No torch here.
+This module does not import torch.
 
 A checkpoint is written to `step_00000100.partial` and renamed to `step_00000100` when it is
 complete. Before it is deleted it is renamed again, so an incomplete checkpoint never has the final
@@ -40,15 +40,16 @@ from parallel3d.launch.run_dir import STEP_FOLDERS
 
 _NAME = re.compile(r"step_\d{8,}")
 CONFIG_JSON = "config.json"
-# Properties of ModelConfig that must agree with the weights, and those that a run may change.
+# Properties of ModelConfig that must agree with the weights.
 _SAME = [
     *["architecture", "layers", "hidden", "heads", "key_value_heads", "head_size", "ffn_hidden"],
     *["vocab", "max_positions", "qkv_bias", "qk_norm", "tied_embeddings"],
 ]
 # Keys of a config.json that do not change the computation.
 _UNRELATED = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+# Properties of ModelConfig that a run may change.
 _MAY_DIFFER = ["norm_eps", "rope_theta", "rope_scaling", "window"]
-# Names of the recipe keys behind two of these properties.
+# Recipe keys of the properties that have a different name.
 _KEYS = {"key_value_heads": "kv_heads", "head_size": "head_dim"}
 
 
@@ -101,8 +102,8 @@ def find_checkpoints(resume: str, folder: Path) -> list[Path]:
 def find_start(start_from: str | None) -> list[Path]:
     """Returns the checkpoints to try for `checkpoint.start_from`, in order.
 
-    It can name a checkpoint, the folder of a run or of its checkpoints (newest first), or a folder
-    in Hugging Face format. Raises ConfigError if there is nothing to load.
+    `start_from` can name a checkpoint, the folder of a run or of its checkpoints (newest first), or
+    a folder in Hugging Face format. Raises ConfigError if there is nothing to load.
     """
     if start_from is None:
         return []
@@ -127,8 +128,8 @@ def check_start(start: Path, model: ModelConfig) -> list[str]:
     """Compares a model with the config.json of the Hugging Face weights that it starts from.
 
     Returns:
-        Lines for the user about settings that differ but do not affect shapes, or about a missing
-        config.json. Empty if `start` is not in Hugging Face format.
+        Lines for the user about tolerated differences or a missing config.json. Empty if `start` is
+        not in Hugging Face format.
 
     Raises:
         ConfigError: The weights are from another model, or from one that a recipe cannot describe.
@@ -208,7 +209,10 @@ def commit(partial: Path, final: Path) -> None:
 
 
 def take_back(folder: Path) -> None:
-    """Restores replaced checkpoints without a complete successor. Sets aside incomplete ones."""
+    """Restores replaced checkpoints without a complete successor.
+
+    An incomplete successor is set aside as damaged.
+    """
     for replaced in sorted(folder.glob(f"{STEP_FOLDERS}.replaced")):
         final = replaced.with_suffix("")
         if is_checkpoint(final):
@@ -245,7 +249,7 @@ def after_resume(folder: Path, step: int, resumed: Path, *, damaged: Sequence[Pa
 def set_aside(path: Path, ending: str) -> Path:
     """Renames a checkpoint so that it is ignored, and returns its new path.
 
-    An earlier one with the new name is deleted.
+    A folder that already has the new name is deleted.
     """
     aside = _named(path, ending)
     _delete(aside)

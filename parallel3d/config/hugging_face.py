@@ -57,7 +57,7 @@ _LONGEST = "max_position_embeddings"
 _ORIGINAL = f"original_{_LONGEST}"
 # Keys that hold the number of experts in configs of Mixtral, Qwen and DeepSeek.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-# Names that families give to the sizes of a model. A missing optional size is None.
+# Keys of config.json that hold each size, which differ between model families.
 _SIZES = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden": ("hidden_size", "n_embd"),
@@ -67,6 +67,7 @@ _SIZES = {
     "head_dim": ("head_dim",),
     "ffn_hidden": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
 }
+# Sizes that a config.json may omit.
 _OPTIONAL = ("kv_heads", "head_dim", "ffn_hidden")
 # Values of keys that the models here implement. Other values would change the computation.
 _FIXED: dict[str, tuple[Any, ...]] = {
@@ -130,9 +131,9 @@ def sizes_of(config: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def with_sizes(model: ModelConfig, **sizes: Any) -> ModelConfig:
-    """Returns a Hugging Face model with other sizes, which `model.options` puts into its config.
+    """Returns a Hugging Face model with different sizes, which are set in `model.options`.
 
-    Lists with an entry for each layer are cut."""
+    Lists with one entry per layer are truncated to the new number of layers."""
     config = config_of(model)
     options = dict(model.options)
     for ours, size in sizes.items():
@@ -251,9 +252,9 @@ def to_hugging_face(
     """Returns the config.json of a model.
 
     `dtype` is the torch name of the weight dtype, `end_of_text` the ID of the end-of-text token,
-    and `seq_len` the training sequence length. `rope_theta` is written for both
-    versions of transformers, because each assumes 10,000 if its own key is missing. Raises
-    ConfigError if no model family supports the model."""
+    and `seq_len` the training sequence length. `rope_theta` is written for transformers 4 and for
+    5, because each assumes 10,000 if its own key is missing. Raises ConfigError if no model family
+    supports the model."""
     family = family_of(model)
     keys = _GPT2 if family == "gpt2" else _LLAMA
     config: dict[str, Any] = {

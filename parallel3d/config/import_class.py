@@ -17,7 +17,7 @@ from typing import Any
 
 from parallel3d.errors import ConfigError
 
-# Folders of the loaded recipes that name a class.
+# Folders of the loaded recipes that use a custom model or callbacks.
 BESIDE_RECIPES: list[str] = []
 _OURS = re.compile(r"config/import_class\.py$|models/custom\.py$|importlib")
 

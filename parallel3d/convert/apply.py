@@ -9,8 +9,8 @@ between them are replicated, or split along the sequence if the rules ask for it
 them: one shard would hold q and half of k. Such a weight [O, I] is stored sharded along its *input*
 features, which any tp can load. Each forward pass exchanges it for this rank's rows of each matrix,
 with an all-to-all of O * I / n numbers. The backward pass exchanges the gradient in the same way.
-Weights of fewer key/value heads than ranks are treated alike: neighboring ranks compute the same
-head, and each contributes the gradient of its own queries.
+Key/value weights with fewer heads than ranks are treated in the same way: neighboring ranks compute
+the same head, and each contributes the gradient of its own queries.
 """
 
 from __future__ import annotations

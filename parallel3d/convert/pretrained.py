@@ -152,7 +152,7 @@ def _open_files(path: Path) -> dict[str, Any]:
 
 
 def read_slice(stored: Any, index: Sequence[slice], dtype: torch.dtype) -> Tensor:
-    """Returns a copy of a slice of a stored tensor. safetensors returns a view of the file."""
+    """Returns a copy of a slice, because safetensors itself returns a view of the file."""
     values: Tensor = stored[tuple(index)]
     return values.to(dtype, copy=True, memory_format=torch.contiguous_format)
 

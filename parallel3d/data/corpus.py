@@ -205,16 +205,16 @@ def _up_to_a_window(documents: Sequence[Document], tokenizer: Tokenizer, seq_len
 def split_documents(
     documents: Sequence[Document], validation_fraction: float
 ) -> tuple[list[Document], list[Document]]:
-    """Splits `documents` into a training and a validation part. Each keeps the order of the files
-    and has at least one.
+    """Splits `documents` into a training and a validation part. Each keeps the order of `documents`
+    and has at least one of them.
 
     A file is for validation if the hash of its name is below `validation_fraction`. So a new file
     does not move others, and a run resumed on a larger corpus does not validate on its training
-    data. Exception: an empty part gets the file whose hash is nearest to the threshold. A single
-    document gives its last `validation_fraction` of bytes to validation, at least one."""
+    data. Exception: an empty part gets the file whose hash is nearest to the threshold. If there is
+    only one document, its last `validation_fraction`, at least one byte, is for validation."""
     if len(documents) == 1:
         (only,) = documents
-        most = max(only.stop - 1, 1)  # Leaves one byte for training, if there are two.
+        most = max(only.stop - 1, 1)  # Leave a byte for training, if there are two.
         border = only.stop - min(max(round(only.stop * validation_fraction), 1), most)
         return [replace(only, stop=border)], [replace(only, start=border)]
     draws = {document.name: _draw(document.name) for document in documents}

@@ -110,7 +110,7 @@ class BatchLoader:
     def evaluating(
         self, source: WindowSource, global_batch_size: int, *, stop: float = inf
     ) -> BatchLoader:
-        """Returns a loader for evaluation in this layout, without batch warmup and skips."""
+        """Returns a loader for evaluation in this layout, without batch warmup or skips."""
         return replace(
             self,
             source=source,
@@ -136,7 +136,7 @@ class BatchLoader:
             wrong_id = WrongId(int(samples[row]), int(drawn[row, column]), largest)
             drawn = np.where(is_wrong, 0, drawn)
         ids = torch.from_numpy(drawn.astype(np.int64))
-        # Clone: with one sequence both slices are contiguous, so contiguous() would not copy them.
+        # contiguous() would not copy the slices of a single sequence. They would share memory.
         inputs = ids[:, :-1].clone(memory_format=torch.contiguous_format)
         labels = ids[:, 1:].clone(memory_format=torch.contiguous_format)
         labels[torch.from_numpy(is_beyond)] = IGNORED
@@ -163,7 +163,7 @@ def documents_ended_by(end_of_text: int | None, ids: Tensor) -> Documents:
 
 @dataclass(frozen=True, eq=False)
 class EvaluationSet:
-    """An evaluation set, as this data-parallel rank's shares of global batches of equal size."""
+    """An evaluation set in global batches of equal size, and this data-parallel rank's shares."""
 
     name: str
     loader: BatchLoader
@@ -175,8 +175,8 @@ class EvaluationSet:
     ) -> EvaluationSet:
         """Builds a set from the first `sequences` of `source`, or from all if it is None.
 
-        Its layout is that of `like`, and its global batches are not larger. The last batch is
-        padded with sequences whose labels are ignored."""
+        It has the data-parallel layout of the loader `like`, and its global batches are at most as
+        large. The last batch is padded with sequences whose labels are ignored."""
         wanted = source.windows if sequences is None else sequences
         steps = ceil(wanted / like.global_batch_size)
         unit = like.dp_size * like.microbatch_size

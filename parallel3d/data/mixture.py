@@ -1,4 +1,4 @@
-"""Mixes several data sources, each with its share of the samples to within one.
+"""Mixes data sources by weight. Each contributes its exact share of the samples, to within one.
 
 The weights of a mixture stage are integers w_i with sum W. A pattern of W samples, w_i of them from
 source i, repeats throughout the stage. Sample n of the stage is position n % W of repetition
@@ -106,7 +106,7 @@ class Mixture:
 
     @property
     def windows(self) -> int:
-        """Total number of windows. It is not an epoch: each source has its own epochs."""
+        """Number of windows of all sources together. Each source has its own epochs."""
         return sum(source.windows for source in self.sources)
 
     def draw(self, samples: Int64s) -> TokenIds:

@@ -2,8 +2,8 @@
 
 Each epoch is a permutation of all windows. The window of a sample is a pure function of the seed
 and the sample index, so a run can resume at any step and in any layout. A small cipher computes it.
-A table for 10^9 windows would take 8 GB in every process and tens of seconds in every epoch, and
-numpy's `permutation` may change between versions.
+A table for 10^9 windows would take 8 GB in every process, and numpy's `permutation` may change
+between versions.
 
 A run that skips samples (`SkippedRanges`) trains on the remaining samples in the same order.
 
@@ -59,12 +59,12 @@ class SkippedRanges:
         return samples
 
     def before(self, sequences: int) -> tuple[SequenceRange, ...]:
-        """Returns the skipped ranges that precede the last of the first `sequences` sequences."""
+        """Returns the ranges that are skipped within the first `sequences` sequences."""
         return tuple(each for each in self.ranges if each.last < self.end(sequences))
 
     def end(self, sequences: int) -> int:
-        """Returns the number of samples up to the last of the first `sequences` sequences,
-        including skipped ones."""
+        """Returns the number of samples that the first `sequences` sequences span, including
+        skipped ones."""
         return self.span(0, sequences).last + 1 if sequences else 0
 
     def span(self, begin: int, end: int) -> SequenceRange:

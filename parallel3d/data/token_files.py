@@ -43,6 +43,7 @@ _OPEN_FILES = 64  # Limit per stream; a corpus may have more shards than a proce
 # Megatron's header: magic, version, dtype code, number of sequences, number of document boundaries.
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
+# Megatron's dtype codes.
 _DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 
 
@@ -53,7 +54,7 @@ class Shard:
     file: PlainName
     tokens: Count = 0
     documents: Count = 0
-    crc32: int = 0  # CRC-32 of the file.
+    crc32: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,8 @@ class ShardTokenizer:
 
     kind: Literal["bytes", "json"]
     file: PlainName | None = None
-    sha256: str | None = None  # SHA-256 of the file.
-    end_of_text: str | None = None  # Token that ends a document; None: found in `file`.
+    sha256: str | None = None
+    end_of_text: str | None = None  # Token that ends a document. None: `build_tokenizer` finds it.
 
     @property
     def label(self) -> str:
@@ -74,7 +75,7 @@ class ShardTokenizer:
 class TokensJson:
     """Content of `tokens.json`."""
 
-    # It also applies to the dataclasses of the fields.
+    # Also applies to the dataclasses above.
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(strict=True, extra="forbid")
 
     format: Literal[1] = 1

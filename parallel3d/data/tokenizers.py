@@ -62,7 +62,7 @@ class JsonTokenizer:
     path: Path
     vocab_size: int
     end_of_text: int
-    sha256: str  # SHA-256 of the file.
+    sha256: str
     library: tokenizers.Tokenizer = field(repr=False, compare=False)
 
     def encode(self, text: bytes | str) -> TokenIds:

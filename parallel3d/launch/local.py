@@ -61,7 +61,7 @@ _WHY_KILLED = {
         "; all ranks end like this if their fork server is killed, by a user or for lack of memory"
     ),
 }
-# Seconds to wait for further reports after the first, which is rarely the root cause.
+# Seconds to wait for further reports after the first, which may not be the root cause.
 REPORTS_S = 1.5
 STRAGGLERS_S = 60.0  # Seconds to wait for the other ranks after one is done.
 

@@ -179,8 +179,8 @@ class PeerMonitor:
 
     def _wait_for_readers(self, cause: Failure) -> None:
         """On rank 0, waits up to _GRACE_S until the others have read the failure, because the store
-        may end with rank 0. Does not wait for a different host with the failed rank, because the
-        entire host may be lost."""
+        may end with rank 0. If the failed rank is on a different host, does not wait for that host,
+        which may be lost."""
         readers = {*self._ranks} - {0, cause.rank}
         if cause.rank not in self._neighbours:
             readers = {each for each in readers if self._places[each].host != cause.host}

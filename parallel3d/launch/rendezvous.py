@@ -98,8 +98,8 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
 
     The group is destroyed at the end of the `with` block, or after a PreemptedError, which all
     ranks raise at the same step. After any other error it stays open, because NCCL would wait for
-    lost peers, and the caller must use `end_process`. Ranks that torchrun or srun
-    started monitor each other, and such an error is replaced by a ReportedError.
+    lost peers, and the caller must use `end_process`. Ranks that torchrun or srun started monitor
+    each other, and there such an error is replaced by a ReportedError.
 
     Raises:
         RendezvousError: The workers do not meet within train.start_timeout_s.

@@ -21,8 +21,8 @@ from parallel3d.launch.signals import STOP_SIGNALS
 
 # Glob pattern of checkpoint folders. Those of other frameworks do not match.
 STEP_FOLDERS = f"step_{'[0-9]' * 8}*"
-# Files of a run, moved in this order before the next run. config.yaml comes before metrics.jsonl,
-# because a config.yaml without a metrics.jsonl counts as the user's own file.
+# Glob patterns of the files that a run writes, in the order in which `begin_run` moves those of an
+# earlier run. metrics.jsonl is last: a config.yaml without it would count as the user's own file.
 _RUN_FILES = (
     f"checkpoints/{STEP_FOLDERS}",
     f"export/{STEP_FOLDERS}",

@@ -1,6 +1,4 @@
-"""Builds the optimizer for this rank's parameters, as the `optimizer` section of a recipe describes
-it.
-"""
+"""Builds the optimizer of a recipe for this rank's parameters."""
 
 from __future__ import annotations
 
@@ -70,10 +68,10 @@ def build_optimizer(
 
 
 def is_hidden_matrix(name: str, owner: nn.Module, ndim: int) -> bool:
-    """Returns True if Muon steps a parameter: the weight of a linear layer other than the head.
+    """Returns True if Muon updates a parameter: the weight of a linear layer other than the head.
 
-    In a model that is not written with parallel3d's layers, these are all matrices in the blocks
-    except embeddings.
+    In a model without parallel3d's layers, Muon updates all matrices in the blocks except
+    embeddings.
     """
     if isinstance(owner, ParallelModule):
         is_linear = isinstance(owner, ColumnParallelLinear | RowParallelLinear)

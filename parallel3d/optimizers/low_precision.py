@@ -17,7 +17,7 @@ from parallel3d.optimizers.rounds import runs
 class _InFloat32(torch.optim.Optimizer):
     """Runs one of torch's optimizers with states of a different dtype from the parameter.
 
-    To limit temporary memory, it steps a few parameters at a time, together no larger than the
+    To limit temporary memory, it updates a few parameters at a time, together no larger than the
     largest one. `state` must have all states of each parameter before the first step.
     """
 

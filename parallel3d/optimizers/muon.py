@@ -1,13 +1,13 @@
 """Muon for sharded parameters: orthogonalizes the momentum of each matrix before the update.
 
-Jordan et al. 2024 (kellerjordan.github.io/posts/muon). Liu et al. 2025, "Muon is scalable for LLM
-training", arXiv 2502.16982, for learning rate adjustment, weight decay and distribution. Updates of
+The algorithm is from Jordan et al. 2024 (kellerjordan.github.io/posts/muon). Learning rate
+adjustment, weight decay and distribution follow Liu et al. 2025, arXiv 2502.16982. Updates of
 sharded matrices are bitwise identical to those of torch.optim.Muon in one process.
 
-Each matrix has an owner among the ranks of a stage, balanced by cost. One all-to-all sends shards
-to the owners, a second returns the results. So a rank sends and receives about as many elements as
-it holds, fewer than with an all-gather of every matrix. If replicas hold the same shards, the owner
-receives from the nearest and sends its result to all, so replicas share the work.
+Each matrix has an owner among the ranks of a stage, chosen to balance the cost. One all-to-all
+sends shards to the owners, and a second one returns the results. So a rank sends and receives about
+as many elements as it holds, fewer than with an all-gather of every matrix. If replicas hold the
+same shards, the owner receives from the nearest and sends its result to all.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _EPSILON = 1e-7
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon optimizer of matrices, with momentum sharded like its parameters.
+    """Muon optimizer for matrices, with momentum sharded like its parameters.
 
     A step processes the matrices in rounds. Each round sends shards in `ns_dtype` in two
     all-to-alls over the ranks of the stage. The trainer multiplies the scheduled learning rate by
     the group's `lr_ratio`. `state` must have "momentum_buffer" of each parameter before the first
-    step. Every rank of `mesh` must build it, from a `resolved` config.
+    step. Every rank of `mesh` must build it. `config` must be `resolved`.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ class MatrixExchange:
         self._owned = sorted(owned)
 
     def gather(self, parts: Sequence[Tensor]) -> dict[int, Tensor]:
-        """Sends this rank's parts to the owners. Returns the full matrices it owns by index."""
+        """Sends this rank's parts to the owners. Returns its own full matrices, keyed by index."""
         if self._stage.group is None:
             return dict(enumerate(parts))
         sent = [share for share in self._held if share.is_given]

@@ -1,7 +1,7 @@
-"""How an optimizer divides work with large temporary tensors.
+"""Divides the work of an optimizer that needs large temporary tensors.
 
-It processes a few parameters at a time, and each matrix on one rank. This module is free of torch,
-because the planner (`planner.model.muon`) counts bytes by the same rounds.
+It processes a few parameters at a time, a round, and each matrix on one rank. The module does not
+import torch, because the planner (`planner.model.muon`) counts the bytes of the same rounds.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ def runs(
 def owners_of(shapes: Sequence[Sequence[int]], ranks: int) -> list[int]:
     """Returns the rank that orthogonalizes each matrix.
 
-    Assigns the most expensive matrix first, always to the rank with the lowest load, the first of
-    equals.
+    Assigns matrices in descending order of cost, each to the first rank with the lowest load.
     """
     costs = []
     for short, long in map(sorted, shapes):

@@ -52,7 +52,7 @@ class TensorSpec:
         return replace(self, shape=shape)
 
     def fits(self, tensor: Tensor) -> bool:
-        """Returns True if shape and dtype match, and any need for a gradient is declared."""
+        """Returns True if shape and dtype match, and a gradient is declared if it is required."""
         is_same = tensor.shape == self.shape and tensor.dtype == self.dtype
         return is_same and (self.has_gradient or not tensor.requires_grad)
 

@@ -94,11 +94,11 @@ class ScheduleExecutor:
         self._last_stage = self.schedule.stages - 1
         # Sum of the losses of all microbatches, 0 on ranks without the last stage.
         self.total_loss = torch.zeros((), dtype=torch.float64, device=links.device)
-        # Saved for the backward pass, by (stage, microbatch): inputs that get a gradient and the
-        # graph edges of the outputs. For the last stage the loss is the only root. The outputs
+        # Saved for the backward pass, keyed by (stage, microbatch): inputs that get a gradient, and
+        # graph edges of the outputs. On the last stage the loss is the only root. The outputs
         # themselves are freed.
         self._alive: dict[tuple[int, int], tuple[Sequence[Tensor], Roots]] = {}
-        # Delayed weight-gradient matmuls of split backward passes.
+        # Delayed weight-gradient matmuls of split backward passes, keyed by (stage, microbatch).
         self._weights: dict[tuple[int, int], list[Work]] = {}
 
     def run(self) -> None:
@@ -210,7 +210,7 @@ class ScheduleExecutor:
         """Runs the weight-gradient matmuls that the first half of a split backward pass delayed."""
         works = self._weights.pop((action.stage, action.microbatch))[::-1]
         with torch.no_grad():
-            while works:  # pop first, so that the call frees its tensors
+            while works:  # Pop each before its call, so that its tensors are freed right after it.
                 works.pop()()
         self.stages[action.stage].after_weights(action in self.schedule.last_backwards)
 

@@ -63,8 +63,7 @@ class Links:
         self.device = device
         # Groups of the directions that begin or end at this rank.
         self._groups: dict[Way, dist.ProcessGroup] = {}
-        # Key in the store for the message of the first failure. The ranks of a pipeline share it,
-        # and it differs between pipelines.
+        # Key in the store for the message of the first failure, unique to this pipeline.
         self.name = f"parallel3d/{secrets.token_hex(8)}"
         self._is_closed = False
         self._timeout = timedelta()  # Time limit of a transfer. 0 if there are no other ranks.
@@ -139,8 +138,8 @@ class Links:
             )
             start = self.isend if self.rank == source else self.irecv
             start(first_message, peer).wait()
-        # Without the barrier, a rank that fails now would close its end while another rank is still
-        # connecting and would then wait forever.
+        # Without the barrier, a rank that fails now would close its end while its peer is still
+        # connecting, and the peer would wait forever.
         dist.barrier(self._pipeline)
 
     def isend(self, tensor: Tensor, target: int) -> Any:
@@ -155,9 +154,9 @@ class Links:
 
     def complete(self, work: dist.Work, peer: int) -> None:
         """Waits for a transfer through the backend. Raises PeerLostError on failure or timeout."""
-        # On GPUs no timeout is passed, because it would block the host. There the stream waits, and
-        # NCCL's watchdog applies the timeout. gloo would otherwise apply the timeout with which its
-        # group was created.
+        # On GPUs no timeout is passed, because it would block the host: the stream waits, and
+        # NCCL's watchdog applies the timeout. Without an argument, gloo would apply the timeout
+        # that its group was created with.
         limits = () if self.device.type == "cuda" else (self._timeout,)
         _noticing_loss(peer, work.wait, *limits)
 

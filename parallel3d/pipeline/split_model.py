@@ -86,7 +86,10 @@ class Identity(nn.Module):
 
 
 class StageEnd(Identity):
-    """Stores its input for `_forward`. Replaces the first module of the last stage."""
+    """Stores its input, which `_forward` returns as the output of the stage.
+
+    Replaces the first module of `SplitSpec.last` on all stages except the last.
+    """
 
     taken: Any = None
 
@@ -96,7 +99,7 @@ class StageEnd(Identity):
 
 
 class Zero(nn.Module):
-    """Returns 0. Replaces a module of the first stage whose output is added to an embedding."""
+    """Returns 0. Replaces the modules of `SplitSpec.added` on all stages except the first."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.zeros(())
@@ -170,8 +173,8 @@ cut_model = split_model  # Former name, kept as an alias.
 def cut_stage(model: nn.Module, blocks: BlockRange) -> nn.Module:
     """Returns one stage of a model that the trainer has built.
 
-    A model with the attribute `split_spec` keeps its own forward pass. Any other has the parts of a
-    `Decoder`, and loses those of other stages.
+    A model with the attribute `split_spec` keeps its own forward pass. Any other model has the
+    parts of a `Decoder`. Those of other stages are removed from it.
     """
     spec: SplitSpec | None = getattr(model, "split_spec", None)
     if spec is None:
@@ -181,9 +184,10 @@ def cut_stage(model: nn.Module, blocks: BlockRange) -> nn.Module:
 
 
 def check_stages(model: nn.Module, spec: SplitSpec, example: Tensor) -> None:
-    """Raises ValueError unless two stages compute the model's output for token ids [batch, seq].
+    """Splits a model into two stages and compares their output with the model's.
 
-    A model with one block is not checked.
+    `example` holds token ids [batch, seq]. Raises ValueError if the outputs differ. A model with
+    one block is not checked.
     """
     spec = without_absent(model, spec)
     names = [name for name, _ in model.get_submodule(spec.blocks).named_children()]

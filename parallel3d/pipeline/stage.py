@@ -26,7 +26,7 @@ class SplitSpec:
         last: Modules of the last stage, in the order of the forward pass. On earlier stages each
             returns its input.
         added: Modules of the first stage whose output is added to an embedding, such as learned
-            positions.
+            positions. On later stages each returns 0.
         hidden: Keyword through which `forward` takes hidden states. None: they replace the token
             ids.
         settings: Keyword arguments of every call of `forward`.
@@ -46,7 +46,7 @@ class SplitSpec:
     tuples: bool = False
 
 
-# Names in models of parallel3d, and in classes of users with the same parts.
+# Module names in parallel3d's own models, and in user-defined models with the same parts.
 OWN_NAMES = SplitSpec("layers", first=("embed",), last=("norm", "head"))
 
 
@@ -212,7 +212,7 @@ def names_by_stage(names: Sequence[str], boundaries: Sequence[int]) -> list[Sequ
 
 
 class Chain(nn.Sequential):
-    """Calls modules of a model one after the other. They keep their names in the model."""
+    """Calls modules of a model one after the other. They keep the names that they have in it."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()

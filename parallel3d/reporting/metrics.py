@@ -34,7 +34,7 @@ class StepMetrics:
     tokens_per_s_per_device: float
     # Model FLOPs utilization: fraction of the device's dense peak. None: the peak is unknown.
     mfu: float | None
-    # Peak of the CUDA tensors, or on CPU of the resident set, on the rank with the highest.
+    # Peak memory of the rank with the highest: CUDA tensors, or on CPU the resident set.
     peak_memory_bytes: int
     # The same for memory reserved by the CUDA allocator. None on CPU.
     peak_reserved_bytes: int | None = None
@@ -44,7 +44,7 @@ class StepMetrics:
     loss_scale: float | None = None  # None: the precision is not fp16.
     spikes: int = 0  # Steps since the start of the run with a spike in loss or gradient norm.
     rollbacks: int = 0  # Rollbacks since the start of the run.
-    # Skipped steps since the start of the run, because of non-finite numbers or spikes.
+    # Steps since the start of the run without an update, because of non-finite numbers or spikes.
     skipped_steps: int = 0
 
     @property
@@ -155,7 +155,7 @@ def peak_tokens_per_s(
 
 
 def gpu_bytes(device: torch.device) -> int | None:
-    """Returns the memory of a GPU in bytes, or None on CPU."""
+    """Returns the total memory of `device` in bytes if it is a GPU, else None."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 

@@ -109,7 +109,7 @@ class WeightsAndBiases:
             resume="allow",
             config=run.settings,
             allow_val_change=True,
-            settings=wandb.Settings(console="off"),  # Leave the terminal to the bar.
+            settings=wandb.Settings(console="off"),  # Leave the terminal to the progress bar.
         )
 
     def log(self, line: Line) -> None:

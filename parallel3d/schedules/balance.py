@@ -1,4 +1,4 @@
-"""Balanced distribution of transformer blocks over pipeline stages. No torch here.
+"""Distributes transformer blocks evenly over pipeline stages, without torch.
 
 Costs are floating-point operations per token in the forward pass. The backward pass takes about
 twice as many for every part, so the proportions hold for a full step. The planner uses the same

@@ -1,4 +1,4 @@
-"""Builds schedules from their names and counts the microbatches that a rank holds. No torch here.
+"""Builds schedules by name and counts the microbatches that a rank holds, without torch.
 
 A microbatch is live on a stage from its forward action until its backward action is done, or until
 the second half if the backward pass is split. Live microbatches determine activation memory.

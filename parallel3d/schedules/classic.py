@@ -32,8 +32,7 @@ F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 def naive(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """Runs one microbatch at a time forward and backward through all stages.
 
-    The bubble is (p - 1) / p for any m, and one microbatch is live. A model that is split over
-    devices without a schedule runs this way.
+    The bubble is (p - 1) / p for any m, and one microbatch is live.
     """
     actions: Actions = []
     stages = range(rank, pp * virtual_stages, pp)
@@ -75,7 +74,7 @@ def interleaved_1f1b(pp: int, rank: int, microbatches: int, virtual_stages: int)
 def looped_bfs(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     """Runs all microbatches through a stage before the next stage of the rank (breadth first).
 
-    A stage's parameters are gathered and its gradients reduced once per step, overlapped with the
+    Parameters of a stage are all-gathered and gradients reduced once per step, overlapped with the
     compute of other stages (Lamy-Poirier 2022, arXiv 2211.05953). The ratio of idle to busy time is
     (p - 1) / (v m) for m >= p. All v m forwards are live. The backward actions start with the last
     microbatch, which frees the newest activations first.
@@ -86,10 +85,10 @@ def looped_bfs(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Ac
 
 
 def zb_h1(pp: int, rank: int, microbatches: int, virtual_stages: int) -> int:
-    """ZB-H1: 1F1B with weight gradients (W) delayed by `rank` microbatches. Returns the length of
-    the warm-up.
+    """Returns the warm-up of ZB-H1, which delays each weight gradient (W) of 1F1B.
 
-    See arXiv 2401.10241, section 2.1 and table 1. Each rank is idle for (p - 1) (F + I - W) / v if
+    On rank r, r other input gradients (I) are computed between the I and the W of a microbatch
+    (arXiv 2401.10241, section 2.1 and table 1). Each rank is idle for (p - 1) (F + I - W) / v if
     W <= F. The idle time of 1F1B is (p - 1) (F + I + W) / v, three times as long if F, I and W are
     equal. At most (v - 1) g + p forwards are live, with g as in `interleaved_1f1b`. With virtual
     stages and equal `groups`, the order equals ScheduleInterleavedZeroBubble of
@@ -102,9 +101,8 @@ def groups(pp: int, microbatches: int) -> list[range]:
     """Splits microbatches into the groups that loop over the ranks together.
 
     Groups are as even as possible, larger ones first, with at least pp microbatches each if there
-    are that many. In a group of fewer than pp, every rank waits at each turn. For example, with pp
-    4, v 4 and 9 microbatches, a rank is idle for 28 forward times with groups of 4, 4 and 1, but
-    for 9 with groups of 5 and 4. Equal groups give the order of torch.distributed.pipelining.
+    are that many. In a smaller group, every rank waits for its next stage at each turn. Equal
+    groups give the order of torch.distributed.pipelining.
     """
     count = max(1, microbatches // pp)
     size, larger = divmod(microbatches, count)

@@ -1,4 +1,4 @@
-"""Schedules by name, with the traits that config, planner and trainer need. No torch here."""
+"""Registry of schedules and the traits that config, planner and trainer need, without torch."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ class ScheduleTraits:
     # Takes (pp, rank, microbatches, stages per rank). Returns the actions of the rank.
     builder: Callable[[int, int, int, int], Actions]
     stages: StagesPerRank = StagesPerRank()
-    # Forward actions before forward and backward alternate. None: they do not, or backward passes
-    # are split.
+    # Returns the number of forward actions before forward and backward actions alternate. None:
+    # they do not alternate, or backward passes are split.
     warm_up: WarmUp | None = None
     # True if the idle time is (p - 1) / v of a rank's work on one microbatch (arXiv 2104.04473,
     # section 2.2).

@@ -1,7 +1,7 @@
-"""Pipeline schedule as plain data: the actions of each pipeline rank, in order. No torch here.
+"""Pipeline schedule as plain data, without torch: the actions of each pipeline rank, in order.
 
-The runtime executes a schedule and the simulator times it. It does not contain sends and receives,
-which follow from the placement of the stages.
+The runtime executes a schedule and the simulator times it. A schedule does not contain sends and
+receives, which follow from the placement of the stages.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ class Kind(StrEnum):
 class Action(NamedTuple):
     """One stage's work on one microbatch, written `2F0`: stage 2, forward, microbatch 0.
 
-    A named tuple, because a schedule can have hundreds of thousands, and a frozen dataclass takes 5
-    times as long to create.
+    A named tuple, because a frozen dataclass takes 5 times as long to create.
     """
 
     stage: int

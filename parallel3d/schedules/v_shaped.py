@@ -22,7 +22,7 @@ def zb_v(pp: int, rank: int, microbatches: int, virtual_stages: int) -> Actions:
     The order equals ScheduleZBVZeroBubble of torch.distributed.pipelining. If F, I and W are equal,
     no rank is idle between its first and last action. At most 2 p forwards are live, each of half a
     rank's share, the same memory as 1F1B. Rank r starts r steps late, so the bubble is (p - 1) /
-    (6 m + p - 1) for m >= 2 p - 1. For unequal times, an order optimized for them can be faster.
+    (6 m + p - 1) for m >= 2 p - 1.
     """
     down = rank
     up = 2 * pp - 1 - rank

@@ -55,8 +55,8 @@ def shard(
         strategy: NO_SHARD, SHARD_OPTIMIZER, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD or
             _HYBRID_SHARD_ZERO2 (docs/reference/sharding.md).
         wrap: Name patterns of the modules whose parameters are all-gathered, and whose gradients
-            are reduced, as one unit. A tuple of patterns is one unit. Default: each module in the
-            outermost ModuleLists and ModuleDicts.
+            are reduced, as one unit. A tuple of patterns is one unit. Default: each part of a
+            Sequential, or each module in the outermost ModuleLists and ModuleDicts.
         dtypes: Data types. Default: the dtype of the model's parameters.
         average: If True, gradients are averaged over the data-parallel ranks, otherwise summed.
         options: Communication options.

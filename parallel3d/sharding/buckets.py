@@ -5,9 +5,9 @@ accumulate directly into the memory that the collective reads, one call clears a
 is needed before the all-reduce.
 
 [Note: gloo] gloo's reduce-scatter takes more CPU time than its all-reduce, and its all-gather twice
-that of broadcasts. Between CPUs, gradients therefore travel by an all-to-all and are summed here in
-rank order. Parameters travel by one broadcast per rank. The bytes are the same and the time is less
-than half (docs/reference/sharding.md).
+that of broadcasts. With gloo, gradients are therefore sent by an all-to-all and summed here in rank
+order, and parameters are sent by one broadcast per rank. This sends the same number of bytes in
+less than half the time (docs/reference/sharding.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from parallel3d.sharding.optimizer_parts import OptimizerPart
 from parallel3d.sharding.settings import Reduction
 from parallel3d.torch_private import foreach_copy_
 
-WAITS_FOR_RANKS = True  # Read by parallel3d.watch.heartbeat.
+WAITS_FOR_RANKS = True  # Makes parallel3d.watch.heartbeat count a rank as waiting in this module.
 
 
 class ReplicatedPart(OptimizerPart):
@@ -59,7 +59,8 @@ class ReplicatedPart(OptimizerPart):
         self.attached: Tensor | None = None
         if not parameter.requires_grad:
             return
-        # Backward passes accumulate into the bucket. A hook adds gradients of another dtype to it.
+        # Backward passes accumulate into the bucket. If `.grad` has a different dtype, a hook adds
+        # it to the bucket.
         parameter.main_grad = self.gradient  # type: ignore[attr-defined]
         if parameter.dtype == self.gradient.dtype:
             self.attached = like_parameter(parameter, self.gradient)
@@ -155,7 +156,10 @@ class Bucket:
             self._packing.unpack(total[None], [part.own_gradient for part in self.parts])
 
     def start_publish(self) -> Callable[[], Tensor | None]:
-        """Starts to all-gather updated rows. Returns a function that waits for them, if any."""
+        """Starts to all-gather updated rows, if they are split over ranks.
+
+        Returns a function that waits for the rows of all ranks and returns them, or returns None.
+        """
         over = self._reduction
         if not over.split:
             return lambda: None
@@ -210,7 +214,7 @@ class Packing:
 
 
 def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Starts to reduce-scatter `rows` [ranks, width]. Call the result for this rank's row."""
+    """Starts to reduce-scatter `rows` [ranks, width]. Call the result to get this rank's row."""
     if dist.get_backend(axis.group) != "gloo":
         pending = start_reduce_scatter(rows, axis, 0)
         return lambda: pending()[0]
@@ -227,7 +231,7 @@ def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 
 def start_row_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Starts to all-gather `own` [1, width]. Call the result for [ranks, width]."""
+    """Starts to all-gather `own` [1, width]. Call the result to get all rows [ranks, width]."""
     if dist.get_backend(axis.group) != "gloo":
         return start_gather(own, axis, 0)
     rows = own.new_empty(axis.size, own.shape[1])

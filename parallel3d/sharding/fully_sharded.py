@@ -101,9 +101,9 @@ class FullyShardedData(ShardedData):
                 # A plain sum, which gloo supports, without a division.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        # torch prefetches in the backward pass in the reverse order of forward passes. Before the
-        # first unit it would prefetch the last unit of another microbatch, so the first unit names
-        # itself.
+        # In the backward pass, torch prefetches units in the reverse order of forward passes. At
+        # the first unit it would prefetch the last unit for another microbatch, so the first unit
+        # is set to prefetch only itself.
         chain = _sharded(unit.modules[0] for unit in travelling)
         depth = options.prefetch
         if chain and not travelling[0].has_head:

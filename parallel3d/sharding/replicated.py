@@ -213,9 +213,9 @@ class ReplicatedData(ShardedData):
 
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-    """Casts parameters of another dtype in all modules that use them.
+    """Casts parameters to `dtype` in all modules that use them.
 
-    Returns the original tensor of each new parameter.
+    Returns the original tensor of each parameter that was cast.
     """
     new: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():

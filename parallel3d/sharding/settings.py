@@ -67,8 +67,8 @@ class ShardingOptions:
         reduce: "step" reduces gradients in the last backward pass of a step. "microbatch" reduces
             them in each, so that full gradients are not kept.
         prefetch: Number of units to all-gather ahead of their use. Default: torch's choice.
-        bucket_mib: Smallest gradient bucket of NO_SHARD and SHARD_OPTIMIZER, in MiB. Default:
-            depends on the device.
+        bucket_mib: Size in MiB at which a gradient bucket of NO_SHARD or SHARD_OPTIMIZER is full.
+            Default: depends on the device.
         publish_in_forward: If True, parameters updated under SHARD_OPTIMIZER arrive during the next
             forward pass. Call `finish_publish` before you read parameters elsewhere.
         offload: If True, parameters, gradients and optimizer states are on the CPU. A unit's

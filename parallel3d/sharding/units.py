@@ -1,6 +1,6 @@
 """Communication units: modules whose parameters or gradients are communicated together.
 
-A unit is usually a block. Parameters outside of all units form the first unit.
+A unit is usually a transformer block. Parameters outside of all units form the first unit.
 """
 
 from __future__ import annotations

@@ -5,9 +5,10 @@ has more ranks than cores (docs/benchmarks.md). That exceeds the work of a small
 writes its tensor into a slot that the other ranks can read, and notifies each by one byte through a
 pipe.
 
-[Note: slots] A slot is reused after SLOTS exchanges. SLOTS is 2 IN_FLIGHT. A rank has at most
-IN_FLIGHT exchanges open, so when it opens exchange k + SLOTS, it has finished k + IN_FLIGHT. All
-ranks had then opened k + IN_FLIGHT and finished k, so the slot of k is free.
+[Note: slots] Exchange k and exchange k + SLOTS use the same slot, with SLOTS = 2 IN_FLIGHT. A rank
+has at most IN_FLIGHT unfinished exchanges. When it starts k + SLOTS, it has therefore finished
+k + IN_FLIGHT, which means that every rank has started k + IN_FLIGHT. Each of them had finished k
+before that, so no rank still reads the slot.
 """
 
 from __future__ import annotations

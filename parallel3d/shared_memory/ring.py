@@ -49,7 +49,7 @@ class _RingEnd(Segment):
 
 
 class Outgoing(_RingEnd):
-    """Sender's end of a link. A write pipe needs a reader, so open the receiver's end first."""
+    """Sender's end of a link. Create the receiver's end first: a write pipe needs a reader."""
 
     def __init__(self, folder: Path, peer: int) -> None:
         super().__init__(folder, peer)

@@ -57,6 +57,8 @@ def reserve(folder: Path, nbytes: int, pipes: Iterable[str]) -> None:
 
 
 class Segment:
+    """A segment opened by this process: its memory as a tensor, and its pipes."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._pipes = ExitStack()

@@ -35,10 +35,10 @@ text { font: 10px ui-monospace, monospace; fill: #1a1a1a } .t { font-size: 13px 
 def draw_text(timeline: Timeline, *, width: int = 120) -> str:
     """Draws a timeline as plain ASCII text with one line per rank, of at most `width` columns.
 
-    Bars always get 20 columns or more; headline and legend ignore `width`. The shortest action has
-    a whole number of columns, at most as many as the longest name needs. If it would have none,
-    time is scaled to the width. A bar that is too narrow for its name shows the letter of its kind.
-    The second, fourth, ... stage of a rank is in lower case.
+    Bars get at least 20 columns; headline and legend ignore `width`. If there are enough columns,
+    the shortest action has a whole number of them, but not more than the longest name needs. A bar
+    that is too narrow for its name shows the letter of its kind. The second, fourth, ... stage of a
+    rank is in lower case.
     """
     prefix = len(f"rank {timeline.ranks - 1} |")
     room = max(_NARROWEST, width - prefix)

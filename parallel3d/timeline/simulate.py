@@ -1,4 +1,4 @@
-"""Simulates the timeline of a schedule from the duration of each kind of action. No torch here.
+"""Simulates the timeline of a schedule from the duration of each kind of action, without torch.
 
 Each rank executes its actions in order, each as soon as its input has arrived. The order of all
 actions does not depend on durations. `action_order` computes it once, and each simulation is a

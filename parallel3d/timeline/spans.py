@@ -1,4 +1,4 @@
-"""Start and end times of the actions of a schedule, simulated or measured. No torch here."""
+"""Start and end times of the actions of a schedule, simulated or measured, without torch."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ STUCK_S = 7.0  # Seconds that a rank may be silent or keep the others waiting.
 STUCK_STEPS = 5  # The same in step durations, if that is longer.
 # Seconds that all ranks may wait for data, for example while a file server restarts.
 ALL_READ_S = 60.0
-_GAP_S = 2.0  # If `check` was not called for this long, the detector was itself suspended.
+_GAP_S = 2.0  # Seconds without a call of `check` after which it assumes that it was suspended.
 # Phases in which a silent or stuck rank is reported. train.timeout_s limits the others.
 _JUDGED: tuple[str, ...] = ("data", "forward or backward", "optimizer")
 

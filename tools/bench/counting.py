@@ -1,4 +1,4 @@
-"""Counts collectives and the bytes that a rank sends for them with ring algorithms.
+"""Counts collectives and the bytes that a rank sends for them, assuming ring algorithms.
 
 Small tensors exchanged through shared memory, and point-to-point sends, are not counted.
 """

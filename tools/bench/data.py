@@ -47,7 +47,7 @@ STRATEGIES: tuple[ShardingName, ...] = (
     "SHARD_GRAD_OP",
     "FULL_SHARD",
 )
-REPLICATED_BARS = {"overhead": 1.0, "compute": 1.0}  # largest ratios ours / peer, by size
+REPLICATED_BARS = {"overhead": 1.0, "compute": 1.0}  # Largest ratio of CPU time, ours / peer.
 
 
 def bench_data(options: Options) -> list[ResultRow]:

@@ -94,9 +94,9 @@ class TimedCase:
     arguments: tuple[object, ...]
     world_size: int
     rounds: int
-    steps: int  # per round
+    steps: int  # Steps per round.
     cpu_bar: float | None  # Largest ratio of CPU time, ours / peer. None: no limit.
-    one_process: str = ""  # name of the case whose peer, in one process, is a second reference
+    one_process: str = ""  # name of a case in one process, whose peer is a second reference
     wall_bar: float | None = None  # largest ratio of wall time, ours / peer
 
 
@@ -106,7 +106,7 @@ Case = TimedCase | Callable[[Options], list[ResultRow]]
 def run_cases(cases: Mapping[str, Case], options: Options) -> list[ResultRow]:
     """Measures the selected cases and returns their rows.
 
-    Rows against one process need the case `one_process`, which must precede.
+    A case is also compared with the peer of its `one_process` case, if that was measured before.
     """
     rows: list[ResultRow] = []
     timed: dict[str, list[Round]] = {}

@@ -49,15 +49,15 @@ BUBBLE_POINTS = 5.0  # largest excess over the simulated bubble, in percentage p
 
 @dataclass(frozen=True, kw_only=True)
 class StageSize:
-    """Size of each stage and number of microbatches, rounds and steps."""
+    """Size of each stage, and number of microbatches, rounds and steps."""
 
     name: str
     width: int
     inner: int
-    rows: int  # per microbatch
+    rows: int  # Rows per microbatch.
     microbatches: int
     rounds: int
-    steps: int  # per round
+    steps: int  # Steps per round.
     cpu_bar: float  # Largest ratio of CPU time, ours / torch.
     device: Literal["cpu", "cuda"] = "cpu"
 
@@ -106,12 +106,12 @@ COMPUTE = StageSize(
     cpu_bar=1.0,
 )
 GPU_COMPUTE = replace(COMPUTE, width=4096, inner=16384, rows=2048, rounds=5, steps=3)
-TORCH_SCHEDULES: dict[ScheduleName, tuple[int, Any]] = {  # (stages per rank, torch's class)
+TORCH_SCHEDULES: dict[ScheduleName, tuple[int, Any]] = {  # -> (stages per rank, class)
     "1f1b": (1, Schedule1F1B),
     "interleaved_1f1b": (2, ScheduleInterleaved1F1B),
     "interleaved_zb": (2, ScheduleInterleavedZeroBubble),
 }
-BUBBLE_SCHEDULES: dict[ScheduleName, int] = {  # stages per rank
+BUBBLE_SCHEDULES: dict[ScheduleName, int] = {  # schedule -> stages per rank
     "1f1b": 1,
     "gpipe": 1,
     "interleaved_1f1b": 2,

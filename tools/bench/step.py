@@ -1,9 +1,8 @@
 """`bench step`: times a training step in each layout against PyTorch's native stack.
 
 Both run in the same processes, start from the same weights and see the same tokens. Losses must
-agree before timing, because otherwise the peer would train a different model. At size `overhead`
-there is almost nothing to compute, which shows the cost of parallelism. At `compute`, matmuls
-dominate, as in real training.
+agree before timing. At size `overhead` there is almost nothing to compute, which shows the cost of
+parallelism. At `compute`, matmuls dominate, as in real training.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class StepSize:
     model: ModelConfig
     seq_len: int
     rounds: int
-    steps: int  # per round
+    steps: int  # Steps per round.
     device: Literal["cpu", "cuda"] = "cpu"
     precision: Precision = "fp32"
     is_compiled: bool = False
@@ -80,7 +79,7 @@ class StepLayout:
 
     name: str
     parallel: ParallelConfig
-    # Largest ratio of CPU time, ours / peer, by size.
+    # Largest ratio of CPU time, ours / peer, keyed by the name of the size.
     cpu_bars: dict[str, float] = field(default_factory=dict)
 
 

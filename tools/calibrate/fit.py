@@ -115,9 +115,10 @@ def together_tree(found: Mapping[str, Any], ranks: int, cores: int, alone: Overh
         axes[axis] = {}
         for name, base_s in base.items():
             axes[axis][name] = max(0.0, taken[name] / slowdown - base_s)
-    # Each pipeline rank has one tiny block. The microbatch time that blocks, embedding and head do
-    # not explain is divided among the actions, two per rank. If there are fewer cores than ranks,
-    # it is the time of all ranks, else that of the first or last rank.
+    # Each pipeline rank has one tiny block and two actions per microbatch. Their overhead is the
+    # measured time beyond that of blocks, embedding and head. With fewer cores than ranks, this is
+    # the time of all ranks. Otherwise it is that of the first or last rank, with half of the time
+    # of embedding and head.
     each = found["pipeline"] / contention
     if cores and ranks > cores:
         beyond_s = each * cores - ranks * alone.block - alone.microbatch

@@ -110,9 +110,9 @@ def _swept(
 ) -> dict[Point, list[float]]:
     """Returns the shortest time in seconds of each work at each point except the first.
 
-    The first point is tiny, so its time is dispatch. On a CPU it is subtracted from the others (on
-    a GPU: [Note: on a GPU]). All points are measured in each pass, so a short disturbance affects
-    only one pass of a few points.
+    The first point is tiny, so its time is dispatch. On a CPU it is subtracted from the others, but
+    not on a GPU (see [Note: on a GPU]). All points are measured in each pass, so a short
+    disturbance affects only one pass of a few points.
     """
     found: dict[Point, list[float]] = {}
     for _ in range(_PASSES):

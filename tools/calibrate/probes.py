@@ -147,8 +147,7 @@ def time_probes(recipes: Sequence[Recipe], device: torch.device, *, rounds: int)
     Each round runs all recipes, so a short disturbance of the machine affects one round of a few
     recipes only."""
     # Recipes with the same axis sizes share a mesh. Each gloo group has a thread that wakes 100
-    # times per second. With the groups of forty meshes, a small step with four ranks on two cores
-    # took 40% longer.
+    # times per second, so the groups of forty meshes would slow down small steps.
     meshes: dict[str, DeviceMesh] = {}
     works = []
     for recipe in recipes:

@@ -28,8 +28,8 @@ LAUNCHERS = {
 }
 RESTARTS = 10
 _GRACE_S = 100.0  # Seconds for the last save if checkpoint.grace_s is not set.
-_END_S = 20  # Seconds from the end of that time to the kill by the launcher.
-_KILL_S = 30  # Seconds from the kill by torchrun to the kill of its pod.
+_END_S = 20  # Seconds after that time until the launcher kills the workers.
+_KILL_S = 30  # Seconds from then until Kubernetes kills the pod.
 _SRUN = 'srun --kill-on-bad-exit=1 --cpus-per-task="$((cores > 0 ? cores : 1))"'
 _RECIPE_OF_POD = "/recipe/recipe.yaml"
 # Options of sbatch, with example values for error messages.

@@ -113,8 +113,8 @@ class ShapesOnly(FakeTensorMode):
 class Chunks:
     """Shards of a tensor, created on demand.
 
-    `fully_shard` needs only two of them. Creating one takes 0.1 ms, so with 16,384 ranks, creating
-    all shards of all parameters would take a quarter of an hour.
+    `fully_shard` needs only two of them. With 16,384 ranks, creating all shards of all parameters
+    would take a quarter of an hour.
     """
 
     tensor: Tensor

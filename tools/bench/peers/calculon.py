@@ -30,7 +30,7 @@ from parallel3d.planner.published.score import Prediction, prediction
 _SYSTEMS = {"A100": "a100_80g.json", "H100": "h100_80g_nvl8.json"}
 _RECOMPUTE = {"none": "none", "selective": "attn_only", "full": "full"}
 _GATED = 1.5  # width factor: two matrices with the parameters of three
-# Device memory, because Calculon raises an error if a layout does not fit.
+# Device memory for Calculon, which otherwise raises an error if a layout does not fit.
 _BOUNDLESS_GIB = 10**7
 
 

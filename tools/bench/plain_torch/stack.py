@@ -41,8 +41,9 @@ from parallel3d.tools.check_layout.plain import adamw
 
 
 def cut_stage(config: ModelConfig, stage: int, stages: int) -> PlainLlama:
-    """Returns one pipeline stage on the meta device. If the layers do not divide evenly, the first
-    stages get one more each.
+    """Builds a pipeline stage on the meta device.
+
+    Each stage has `layers // stages` layers, and the first `layers % stages` stages have one more.
     """
     with torch.device("meta"):
         model = PlainLlama(config)
@@ -86,7 +87,7 @@ def apply_tp(model: PlainLlama, mesh: DeviceMesh, sequence_parallel: bool) -> No
             f"{part}_{name}": style for part in ("attention", "mlp") for name, style in norm.items()
         },
     }
-    # A middle stage has none of them, and parallelize_module warns if a module is missing.
+    # parallelize_module warns about missing modules, and a middle stage has none of `ends`.
     ends = {name: style for name, style in ends.items() if getattr(model, name) is not None}
     parallelize_module(model, mesh, ends, src_data_rank=None)
     for layer in model.layers.values():
