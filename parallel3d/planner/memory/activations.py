@@ -11,7 +11,7 @@ n = tp, and r = n with sequence parallelism, else 1:
     QK norms               input e K and w for each of H + G heads (on CPU 2 w K, w); outputs counted below   t / n
     attention              q e H K, k and v 2 e G K, output (input of the next matmul) e H K                  t / n
                            softmax statistics, unless recomputed (selective): w H                             t / n
-    ungrouped GPU kernels  k and v repeated for all heads 2 e H K, unless recomputed                          t / n
+    ungrouped GPU kernels  k and v repeated for all heads 2 e H K, unless recomputed or cp > 1                t / n
     packed documents, cp   output of each document or chunk e H K, unless recomputed                          t / n
     attention dropout      replaces w H: q, k, v 3 e H K, and per score the softmax w, the mask 1
                            and the dropped softmax e: (w + 1 + e) H S                                         t / n
@@ -74,7 +74,8 @@ class BlockActivations:
         norms = 0  # Bytes of the norms of queries and keys.
         if self.shape.qk_norm:
             norms = (heads + groups) * self.norm_bytes(head_dim)
-        if recompute == "none" and (kernel.repeats_heads or kernel.kept_bytes):
+        repeats = kernel.repeats_heads and self.cp == 1  # Chunks share the gathered keys.
+        if recompute == "none" and (repeats or kernel.kept_bytes):
             groups = heads
         kept = norms + e * (heads + 2 * groups) * head_dim + output
         if recompute != "none":
