@@ -1,8 +1,8 @@
 """Loads a recipe from YAML and writes it back.
 
 `load_recipe` reads a file, applies `key=value` overrides, and checks everything before any process
-starts. PyYAML reads the values with their lines, OmegaConf merges the layers, and pydantic checks
-types and ranges."""
+starts. PyYAML reads the values and their line numbers, OmegaConf merges the layers, and pydantic
+checks types and ranges."""
 
 from __future__ import annotations
 

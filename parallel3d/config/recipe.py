@@ -344,7 +344,7 @@ class TrainConfig:
     # Number of sequences in the global batch of the first step. The batch grows from there to
     # `global_batch_size`. None: the batch has its full size from the start.
     batch_warmup_start: Count | None = None
-    # Number of sequences that each growth adds to the batch. None: `batch_warmup_start`.
+    # Number of sequences by which the batch grows each time. None: `batch_warmup_start`.
     batch_warmup_increment: Count | None = None
     # Number of steps until the batch has its full size. Required with `batch_warmup_start`.
     batch_warmup_steps: Count | None = None

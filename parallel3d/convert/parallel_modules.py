@@ -135,10 +135,10 @@ class Replicated(ShardedModule):
 class ParallelExperts(Replicated):
     """Experts of a mixture of experts, split over ranks.
 
-    Inputs are tokens [T, D], and the expert indices and routing weights [T, k] of each token.
-    Indices count over all ranks. The output is [T, D]. y is all-reduced in the forward pass, dx and
-    the gradient of the routing weights in the backward pass. Choices of other ranks' experts get
-    weight 0 and an index that Hugging Face's experts skip.
+    Inputs are tokens [T, D], and the global expert indices and routing weights [T, k] of each
+    token. The output [T, D] is all-reduced in the forward pass, and the gradients of tokens and
+    routing weights in the backward pass. Experts of other ranks get weight 0 and an index that
+    Hugging Face's experts skip.
     """
 
     count: int  # Number of experts over all ranks.

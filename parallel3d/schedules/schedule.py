@@ -212,8 +212,8 @@ class Schedule:
     def first_of_each_kind(self, rank: int) -> Schedule:
         """Returns the schedule reduced to the microbatches that a warm-up of `rank` needs.
 
-        They include the first action of each stage and kind. There can be several, because a stage
-        can have both full and split backward passes.
+        These are the microbatches with the first action of each kind on each stage. More than one
+        may be needed, because a stage can have both full and split backward passes.
         """
         # Iterating in reverse keeps the earliest microbatch.
         first = {(stage, kind): m for stage, kind, m in reversed(self.ranks[rank])}

@@ -14,9 +14,9 @@ def chunk_bytes(gpu_bytes: float | None) -> int:
     """Returns the size in bytes of one chunk of float32 logits. `gpu_bytes` is None on CPU.
 
     On a GPU it is the largest power of two up to 1/32 of the memory, but at least 512 MiB and at
-    most 4 GiB: for example, 2 GiB for 80 GB. Matmuls must be wide there, because each reads and
-    writes the gradient of the full weight. A power of two is robust against small differences in
-    memory between the planned and the real device.
+    most 4 GiB: for example, 2 GiB for 80 GB. Chunks must be large there, because the matmul of each
+    one reads and writes the gradient of the full weight. A power of two is robust against small
+    differences in memory between the planned and the real device.
     """
     if gpu_bytes is None:
         return CPU_CHUNK_BYTES

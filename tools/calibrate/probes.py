@@ -42,11 +42,11 @@ MICROBATCHES = (2, 8)
 
 @dataclass(frozen=True, kw_only=True)
 class LargerRuns:
-    """Runs of the larger model on a type of device. Its sizes separate the time per element from
-    the time per weight.
+    """Runs of the larger model on a type of device. Their sizes are chosen so that a fit can tell
+    the time per element from the time per weight.
 
-    On a GPU, which is not `synchronous`, a step takes the longer of kernels and dispatch. These
-    runs are large enough to be bound by kernels."""
+    A GPU works asynchronously (`synchronous` is False), so a step takes as long as the slower of
+    its kernels and their dispatch. These runs are so large that it is the kernels."""
 
     model: ModelConfig
     sizes: tuple[Size, ...]

@@ -335,8 +335,8 @@ def with_links(
 
 
 def with_scales(cluster: Cluster, scales: Scales) -> Cluster:
-    """Returns the cluster with sustained rates, kernel times, launch times and links slowed down by
-    `scales`. `scales.memory` is only stored.
+    """Returns the cluster with its compute rates, kernel times, launch times and link speeds
+    adjusted by `scales`. `scales.memory` is stored, but not applied here.
     """
     device = cluster.device
     slower = scales.arithmetic

@@ -41,7 +41,7 @@ class FrameworkProfile:
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 12.0  # Of float32 weights and two Adam moments.
     state_bytes: float = 8.0  # Part of `optimizer_bytes` that the first optimizer step allocates.
-    reduce_bytes: float = 2.0  # Of the gradients in a reduction.
+    reduce_bytes: float = 2.0  # Per element of a gradient in a reduction.
     # Options that decide which activations are saved:
     fused_mlp: bool = False  # True if silu(gate) of SwiGLU is not saved.
     logit_bytes: float = 6.0  # Live bytes per logit at the loss.

@@ -83,8 +83,8 @@ def _neighbour(plan: Plan, key: str) -> dict[str, Any] | None:
 
 
 def _why(plan: Plan) -> dict[str, Any] | None:
-    """Returns the layout of --why with its strategy, the reason why it does not fit, or the rule
-    that it breaks."""
+    """Returns the layout given by --why. With it comes its strategy, or why it does not fit, or the
+    rule that it breaks."""
     if plan.why is None:
         return None
     asked, other = plan.why

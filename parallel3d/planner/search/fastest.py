@@ -1,7 +1,8 @@
 """Finds the best layouts for a model on a cluster: the fastest, or those with the lowest memory.
 
-The search is exhaustive over the layouts of `space`. Each tp x pp is searched in the order of
-closed-form step time (`tp_pp_search`). Then the schedules of the best candidates are simulated.
+The search is exhaustive over the layouts of `space`. For each combination of tp and pp, layouts are
+searched in the order of their closed-form step time (`tp_pp_search`). Then the schedules of the
+best candidates are simulated.
 """
 
 from __future__ import annotations

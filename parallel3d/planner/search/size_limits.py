@@ -79,7 +79,7 @@ def remedies(request: PlanRequest) -> Iterator[str]:
 
 
 def _sizes(least: int, most: int) -> list[int]:
-    """Returns integers from `least` to `most` that grow by 1, or by at most 1/16."""
+    """Returns increasing integers from `least` to `most`. A step is 1, or 1/16."""
     sizes: list[int] = []
     power = least
     while power <= most:

@@ -199,8 +199,8 @@ class TpPpSearch:
 
         If `is_any`, returns the first one found within the limit.
         """
-        # With several blocks per rank, the last choice needs the least memory. With one block,
-        # recompute needs more memory, so all choices are tried.
+        # With several blocks per rank, the last choice always needs the least memory, so only it
+        # is checked. With one block, recompute can need more memory than no recompute.
         choices = self._recompute_choices
         if self._request.shape.layers > self.pp:
             choices = choices[-1:]

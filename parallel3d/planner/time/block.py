@@ -23,8 +23,8 @@ _SWIGLU_BACKWARD = 10.0
 # dropout, read for the matmul with v (Korthikanti et al. 2022, arXiv 2205.05198, section 4.1).
 _SOFTMAX_FORWARD = 10.0
 _SOFTMAX_BACKWARD = 14.0
-# Bytes per element of [tokens x experts per token, hidden] in each direction to permute rows into
-# expert order and back.
+# Memory traffic per element of [tokens x experts per token, hidden] to permute rows into expert
+# order and back, in bytes, for each of the forward and backward pass.
 _PERMUTE = 10.0
 # Relative speed of the matmuls in unfused attention. The second value applies if the head dimension
 # is not a multiple of 8, so tensor cores cannot use 16-byte loads.
