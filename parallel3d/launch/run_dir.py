@@ -78,7 +78,7 @@ class RunOutcome:
         if path.exists() and holds_run(path.parent):
             return
         outcome = {"status": self.status, **asdict(self)}
-        # The run is over, and its error, such as a full disk, has been reported.
+        # Best effort: the run is over, and an error such as a full disk has already been reported.
         with suppress(OSError):
             write_atomically(path, json.dumps(outcome, indent=2) + "\n")
 

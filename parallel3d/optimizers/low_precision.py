@@ -15,10 +15,10 @@ from parallel3d.optimizers.rounds import runs
 
 
 class _InFloat32(torch.optim.Optimizer):
-    """Runs one of torch's optimizers with states of a different dtype from the parameter.
+    """Runs one of torch's optimizers in float32, for states whose dtype is not the parameter's.
 
     To limit temporary memory, it updates a few parameters at a time, together no larger than the
-    largest one. `state` must have all states of each parameter before the first step.
+    largest one. `state` must be complete for each parameter before the first step.
     """
 
     @torch.no_grad()

@@ -42,8 +42,8 @@ class StepMetrics:
     # Losses of the other evaluation sets, keyed by their names.
     set_losses: Mapping[str, float] = field(default_factory=dict)
     loss_scale: float | None = None  # None: the precision is not fp16.
-    spikes: int = 0  # Steps since the start of the run with a spike in loss or gradient norm.
-    rollbacks: int = 0  # Rollbacks since the start of the run.
+    spikes: int = 0  # Number of steps with a spike in loss or gradient norm so far.
+    rollbacks: int = 0  # Number of rollbacks so far.
     # Steps since the start of the run without an update, because of non-finite numbers or spikes.
     skipped_steps: int = 0
 

@@ -174,7 +174,7 @@ class ReplicatedData(ShardedData):
     def _add_hooks(self, index: int, units: Sequence[CommunicationUnit]) -> None:
         """Adds hooks that wait for parameters before forward passes and track backward passes.
 
-        A bucket with parameters outside of all units is reduced at the end.
+        A bucket with parameters that belong to no unit is reduced after the backward pass.
         """
         for module in chain.from_iterable(unit.modules or (self._model,) for unit in units):
             if self._publishes_late:

@@ -36,7 +36,7 @@ def draw_text(timeline: Timeline, *, width: int = 120) -> str:
     """Draws a timeline as plain ASCII text with one line per rank, of at most `width` columns.
 
     Bars get at least 20 columns; headline and legend ignore `width`. If there are enough columns,
-    the shortest action has a whole number of them, but not more than the longest name needs. A bar
+    the shortest action gets a whole number of them, at most what the longest name needs. A bar
     that is too narrow for its name shows the letter of its kind. The second, fourth, ... stage of a
     rank is in lower case.
     """

@@ -101,7 +101,7 @@ def _speed(case: PublishedCase) -> float:
 
 
 def question_of(case: PublishedCase, framework: FrameworkProfile) -> PlanRequest:
-    """Returns the plan request for the job and devices of a run with this framework."""
+    """Returns a plan request for the job and devices of a published run, with this framework."""
     run = case.run
     layout = case.run.layout
     if layout.cp > 1 and "cp" not in framework.axes:  # The published run used this axis.

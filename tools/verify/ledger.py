@@ -124,8 +124,8 @@ class Ledger(TorchDispatchMode):
         self._patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Operators inside a DTensor operator are intentionally not seen: DTensor tries each new one
-        # at the global shape.
+        # Operators inside a DTensor operator are intentionally not seen. On first use, DTensor runs
+        # an operator at its global shape to learn the shape of the result.
         result = func(*args, **(kwargs or {}))
         if isinstance(result, Tensor):
             self._see(result)

@@ -183,7 +183,7 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool) -> float:
     inner = tensors * _inner(run)
     if shape.experts is not None:  # Tokens that the experts received, before and after sorting.
         inner += 2.0 * run.routed_rows * shape.hidden
-    # A tiled kernel saves one float32 per query and head, others the scores unless recomputed.
+    # A tiled kernel saves one float32 per query and head. Others save the scores, or recompute.
     score = 4.0
     if framework.attention != "flash" and not is_selective:
         score = run.seq_len * (5.0 if framework.dropout else 2.0)

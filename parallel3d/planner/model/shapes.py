@@ -89,8 +89,8 @@ class ModelShape:
         return self.heads * (latent.turned + latent.plain + latent.value) // 2
 
     def attended(self, seq_len: int) -> float:
-        """Returns the keys per query that FLOPs count (`attended_keys`), averaged over the
-        layers."""
+        """Returns the number of keys per query assumed when counting FLOPs (`attended_keys`),
+        averaged over the layers."""
         if self.window is None:
             return seq_len
         share = self.windowed_layers / self.layers

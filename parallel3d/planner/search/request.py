@@ -144,7 +144,10 @@ class Strategy:
         return error_model_of(self.run, self.request.recorded)
 
     def length(self, tokens: float) -> RunLength:
-        """Returns the duration of training on `tokens` tokens, with failures if they are given."""
+        """Returns the duration of training on `tokens` tokens.
+
+        It includes the time lost to failures if the plan has a failure rate.
+        """
         gpus = self.parallel.world_size
         hourly = self.request.cluster.device.price_per_hour
         hours = tokens / (self.cost.tokens_per_s_per_gpu * gpus) / 3600

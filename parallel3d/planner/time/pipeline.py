@@ -80,7 +80,7 @@ def closed_form_s(
     virtual_stages = len(times) // pp
     stages_s = [stage.forward + stage.backward for stage in times]
     work = sum(stages_s)
-    if schedule_traits(name).ramp_bubble:  # Stages are assigned to ranks round-robin.
+    if schedule_traits(name).ramp_bubble:  # These schedules assign stages to ranks round-robin.
         slowest = max(sum(stages_s[rank::pp]) for rank in range(pp))
         bubble = (work - slowest) / virtual_stages
     else:

@@ -282,8 +282,8 @@ def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> li
 
 
 def _once_s(run: PlannedRun, micro: MicrobatchTimes) -> tuple[float, float]:
-    """Returns the seconds per step of data parallelism and the optimizer, on the rank with the most
-    parameters."""
+    """Returns the seconds per step of data-parallel communication and of the optimizer, on the rank
+    with the most parameters."""
     layout = run.layout
     part = max({*run.ranks}, key=run.stage_parameters)
     if layout.parameter_shards > 1:
