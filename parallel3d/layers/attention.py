@@ -278,6 +278,7 @@ class ParallelAttention(ParallelModule):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        rows: slice,
         queries: range,
         keys: range,
         *,
@@ -285,7 +286,7 @@ class ParallelAttention(ParallelModule):
         repeats_heads: bool,
         key: Tensor | None,
     ) -> Tensor:
-        """Attention of a few queries, given their positions and those of the keys near them."""
+        """Attention of a few queries in `rows` of the batch to the keys near them."""
         causal = self.options.causal
         window = self.options.window
         has_dropout = self.dropout is not None and self.training
@@ -296,7 +297,8 @@ class ParallelAttention(ParallelModule):
         if has_dropout:
             mask = visible(queries, keys, causal, window, q.device)
             within = {2: (queries, seq), 3: (keys, seq)}
-            return self._attend_with_dropout(q, k, v, mask, key, within).transpose(1, 2)
+            own_key = None if key is None else key[rows]
+            return self._attend_with_dropout(q, k, v, mask, own_key, within).transpose(1, 2)
         bias: Tensor | None = None
         if causal:
             bias = self.sequence_part.last_queries_mask(

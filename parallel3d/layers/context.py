@@ -34,8 +34,8 @@ from parallel3d.layers.positions import PackedDocuments
 from parallel3d.layers.sequence import QUERY_BLOCK, SequencePart
 from parallel3d.torch_private import is_in_backward
 
-# Attention of a block of queries: (q, k, v, positions of the queries, positions of the keys) -> y.
-AttendBlock = Callable[[Tensor, Tensor, Tensor, range, range], Tensor]
+# Attention of a block of queries: (q, k, v, rows of the batch, positions of q and of k) -> y.
+AttendBlock = Callable[[Tensor, Tensor, Tensor, slice, range, range], Tensor]
 
 
 class Gathered:
@@ -185,7 +185,8 @@ def attend_chunks(
                 for block, near in _blocks(queries, visible, causal, window):
                     q_block = q_chunk[:, block.start - chunk.start : block.stop - chunk.start]
                     at = slice(near.start, near.stop)
-                    pieces.append(attend_block(q_block, keys[:, at], values[:, at], block, near))
+                    seen_by_block = keys[:, at], values[:, at], rows, block, near
+                    pieces.append(attend_block(q_block, *seen_by_block))
         results.append(torch.cat(pieces, dim=1))
     return torch.cat(results) if len(results) > 1 else results[0]
 

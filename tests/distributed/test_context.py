@@ -197,7 +197,7 @@ SPECIAL = [
     special(QWEN, SP2, data=MASKED),
     special(GROUPED, {"recompute": "full", "microbatch_size": 2}, data=MASKED),
     special(GPT, SP2, data=MASKED),
-    special(DROPPED),
+    special(DROPPED, {"microbatch_size": 2}),
     special(replace(DROPPED, architecture="gpt", kv_heads=None, max_positions=32), SP2),
     special(GROUPED, {"dp_replicate": 2}, local_sgd=LocalSgdConfig(sync_every=3)),
 ]

@@ -198,9 +198,9 @@ def test_a_run_goes_on_as_if_the_nonsense_had_not_been_there(
     if "local_sgd" not in settings:
         everywhere = plain_curve(replace(recipe, data=DataConfig(skip=without.left_out)), STEPS)
         assert_follows(list(straight.curve.values()), everywhere)
-    assert straight.said[0].startswith(f"warning: step {SPIKED}: a spike: ")
-    # On a machine with other work a save in the background may be waited for, which is said too.
-    assert [line for line in straight.said[1:] if "waits until" not in line] == [
+    said = [line for line in straight.said if "waits until" not in line]  # said by a slow disk
+    assert said[0].startswith(f"warning: step {SPIKED}: a spike: ")
+    assert said[1:] == [
         "rolling back; skipping sequences 112 to 119",
         f"resumed at step 12 from {tmp_path / 'straight/checkpoints/step_00000012'}",
     ]
