@@ -23,9 +23,11 @@ from parallel3d.config.recipe import BlockRecompute, ModelConfig
 from parallel3d.errors import ConfigError
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.dropout import Dropout
+from parallel3d.layers.experts import ParallelExperts
 from parallel3d.layers.mlp import Activation, ParallelMLP
 from parallel3d.layers.parameter import ParallelContext, normal
 from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
+from parallel3d.layers.router import Router, saved_choices
 from parallel3d.layers.vocabulary import VocabParallelHead, ends_with_head
 from parallel3d.mesh import Axis
 
@@ -114,13 +116,18 @@ class Block(nn.Module):
         )
         self.attention_dropout = residual_dropout(config, f"{name}.attention.output", context)
         self.mlp_norm = parts.norm()
-        self.mlp = ParallelMLP(
+        self.mlp: nn.Module = ParallelMLP(
             D,
             config.ffn_hidden,
             activation=parts.activation,
             bias=parts.mlp_bias,
             tp=context,
         )
+        if config.experts is not None and config.has_experts(index):
+            own = vars(config.experts)
+            sizes = [D, *(own[key] for key in ("hidden", "count", "per_token"))]
+            options = {key: own[key] for key in own.keys() - {"hidden", "count", "per_token"}}
+            self.mlp = ParallelExperts(*sizes, tp=context, **options)
         self.mlp_dropout = residual_dropout(config, f"{name}.mlp.output", context)
 
     def forward(
@@ -140,6 +147,9 @@ class RecomputedBlock(nn.Module):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
+        # Choices of experts are saved, so that the recomputation does not route again.
+        routed = any(isinstance(part, Router) for part in self.modules())
+        self.settings: dict[str, Any] = {"context_fn": saved_choices} if routed else {}
         for part in self.modules():
             if isinstance(part, ParallelAttention):
                 part.is_recomputed = True
@@ -151,7 +161,13 @@ class RecomputedBlock(nn.Module):
             return self.compute(x, key, documents)
         # Dropout depends only on its key, so no generator state must be restored.
         y: Tensor = checkpoint(
-            self.compute, x, key, documents, use_reentrant=False, preserve_rng_state=False
+            self.compute,
+            x,
+            key,
+            documents,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            **self.settings,
         )
         return y
 
@@ -184,6 +200,7 @@ class Decoder(nn.Module):
         recompute_every: Recomputes only every n-th block, beginning with the first.
         device: Device of the parameters.
         cp: Context-parallel axis.
+        ep: Expert-parallel axis.
 
     Example:
         >>> class Model(parallel3d.Decoder):
@@ -214,6 +231,7 @@ class Decoder(nn.Module):
         recompute_every: int = 1,
         device: torch.device | str | None = None,
         cp: DeviceMesh | Axis | None = None,
+        ep: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
         # Row-parallel weights start smaller, or the residual stream would grow with depth (Radford
@@ -223,6 +241,7 @@ class Decoder(nn.Module):
             sequence_parallel,
             device,
             cp=cp,
+            ep=ep,
             init=normal(config.init_std),
             row_init=normal(config.init_std / math.sqrt(2 * config.layers)),
         )

@@ -14,13 +14,14 @@ from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.diagnosis.replicas import copies_of, refuse_differences
 from parallel3d.engine import Engine
 from parallel3d.errors import ConfigError
+from parallel3d.layers.experts import ExpertWeights
 from parallel3d.layers.parameter import (
     initial_part,
     named_specs,
     set_fused_gradients,
 )
 from parallel3d.layers.vocabulary import VocabParallelHead
-from parallel3d.mesh import ONE_RANK, Axis, Role, axes_of
+from parallel3d.mesh import ONE_RANK, Axis, Role, axes_of, expert_mesh
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.runtime import PipelineRuntime
@@ -44,7 +45,7 @@ from parallel3d.sharding.settings import Dtypes, ShardingOptions
 ModelClass = Callable[..., nn.Module]
 
 
-def block_weights_of(model_class: ModelClass, config: ModelConfig) -> int | None:
+def block_weights_of(model_class: ModelClass, config: ModelConfig) -> float | None:
     """Returns the number of matmul weights in a block, from which MFU is computed.
 
     Returns None for a custom class without the static method `block_weights(config)`.
@@ -76,6 +77,7 @@ def build_engine(
     parallel = recipe.parallel
     pp = mesh[Role.SPLIT_LAYERS]
     tp = mesh[Role.SPLIT_TENSORS]
+    experts = expert_mesh(mesh, parallel.expert_ranks)
     build = partial(
         model_class,
         recipe.model,
@@ -85,6 +87,7 @@ def build_engine(
         recompute_every=parallel.recompute_every or 1,
         device="meta",
         **({"cp": cp} if cp.size > 1 else {}),
+        **({"ep": experts[Role.SPLIT_TENSORS]} if recipe.model.experts else {}),
     )
     reference = build()
     ranges = stage_ranges(recipe, schedule)
@@ -101,10 +104,10 @@ def build_engine(
     check_nothing_lost({name for name, _ in named}, ranges, names)
     aliases = tied_names(reference)
     tied_ends = tuple(sorted(shared_by_ends(aliases, ranges, names)))
-    # Compiled graphs must not contain tp or cp collectives, split backward passes, selective
-    # recompute, or document masks, whose sizes vary.
+    # Compiled graphs must not contain collectives of layers, split backward passes, selective
+    # recompute, or document masks and experts, whose sizes vary.
     is_cut = schedule.splits or parallel.recompute == "selective"
-    sends = parallel.tp * parallel.cp > 1
+    sends = parallel.tp * parallel.cp > 1 or recipe.model.experts is not None
     compile_parts = compile_pieces if sends or is_cut or masks else compile_blocks
     stages = []
     data = []
@@ -116,22 +119,23 @@ def build_engine(
             compile_parts(module)
         if device.type == "cuda":
             align_logits(module)
-        sharded = shard_stage(module, mesh, recipe, dtypes)
+        sharded = shard_stage(module, mesh, experts, recipe, dtypes)
         materialize(module, device, offload=parallel.offload)
         sharded.allocate()
         stages.append(
             Stage(module, sharded.before_backward, sharded.after_weights, sharded.drop_gradients)
         )
         data.append(sharded)
-        parameters += local_parameters(module, aliases, sharded)
+        parameters += local_parameters(module, aliases, sharded, axes_of(mesh), axes_of(experts))
     if initialize:
         specs = dict(named_specs(reference))
         for own in parameters:
-            draw = partial(initial_part, specs[own.name], own.name, recipe.train.seed, Axis.of(tp))
+            tp_axis = own.axes[Role.SPLIT_TENSORS]
+            draw = partial(initial_part, specs[own.name], own.name, recipe.train.seed, tp_axis)
             own.part.initialize(draw)
         # Replicas differ if a custom initializer draws from a different generator.
         advice = "an initializer must draw only from the generator that it receives"
-        copies = copies_of(parameters, {}, axes_of(mesh))
+        copies = copies_of(parameters, {})
         refuse_differences(copies, parallel, device, when="the initial weights", advice=advice)
     # Under sequence parallelism, "seq" is this tp rank's part of the sequence.
     boundary = TensorSpec(("batch", "seq", recipe.model.hidden), dtypes.compute)
@@ -159,12 +163,14 @@ def dtypes_of(recipe: Recipe) -> Dtypes:
     return Dtypes(compute=compute, master=master, reduce=named[recipe.parallel.reduce_dtype])
 
 
-def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dtypes) -> ShardedData:
-    """Shards a stage over the data-parallel axes.
+def shard_stage(
+    module: nn.Module, mesh: DeviceMesh, experts: DeviceMesh, recipe: Recipe, dtypes: Dtypes
+) -> ShardedData:
+    """Shards a stage over the data-parallel axes, and its experts over those of their own mesh.
 
     Gradients are summed, not averaged, because each microbatch's loss is divided by the number of
-    target tokens in the global batch. Sharding units are each block, the embedding, and the final
-    norm with the head.
+    target tokens in the global batch. Sharding units are each block, the experts in each block,
+    the embedding, and the final norm with the head.
     """
     parallel = recipe.parallel
     names = names_in(module)
@@ -173,6 +179,7 @@ def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dty
     blocks = [name for name, _ in module.get_submodule(names.blocks).named_children()]
     wrap: list[str | tuple[str, ...]] = [f"{names.blocks}.{name}" for name in blocks]
     wrap = [name for name in wrap if name in held]
+    wrap += [name for name, part in module.named_modules() if isinstance(part, ExpertWeights)]
     for end in ((*names.first, *names.added), names.last):
         wrap.append(tuple(name for name in end if name in held))
     return shard(
@@ -182,6 +189,7 @@ def shard_stage(module: nn.Module, mesh: DeviceMesh, recipe: Recipe, dtypes: Dty
         wrap=[unit for unit in wrap if unit],
         dtypes=dtypes,
         average=False,
+        experts=experts,
         options=ShardingOptions(
             gather=parallel.gather_cadence,
             reduce=parallel.reduce,

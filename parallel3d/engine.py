@@ -107,8 +107,7 @@ class Engine:
         by_copies: dict[int, list[Tensor]] = {}
         for parameter in self.trained:
             if not parameter.is_copy:
-                copies = parameter.copies(self.axes)
-                by_copies.setdefault(copies, []).append(gradient_of(parameter))
+                by_copies.setdefault(parameter.copies, []).append(gradient_of(parameter))
         total = torch.zeros((), dtype=torch.float64, device=self.pipeline.links.device)
         for copies, gradients in by_copies.items():
             # Compute at least in float32. For bf16 gradients torch would round the norm to bf16.

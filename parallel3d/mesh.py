@@ -136,6 +136,24 @@ def sequence_axis(mesh: DeviceMesh, cp: int) -> Axis:
     return Axis(cp, rank, group_of(ranks, "context_parallel"))
 
 
+def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:
+    """Returns the view of the mesh over which experts are sharded: the same ranks and axis names.
+
+    Its axis tp has `ep` ranks, over which the experts are divided. Its axis dp_shard has the other
+    ranks of dp_shard x tp. If ep equals tp, the view is the mesh itself. Collective.
+    """
+    if ep == mesh[Role.SPLIT_TENSORS].size():
+        return mesh
+    names = mesh.mesh_dim_names or ()
+    ranks = mesh.mesh.flatten(2).unflatten(2, (-1, ep))
+    place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+    groups = [mesh[name].get_group() for name in names[:2]]
+    for axis, name in ((2, "expert_shards"), (3, "experts")):
+        index = [slice(None) if dim == axis else at for dim, at in enumerate(place)]
+        groups.append(group_of(ranks[tuple(index)].tolist(), name))
+    return DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=names)
+
+
 def data_ranks(mesh: DeviceMesh) -> list[int]:
     """Returns the global ranks, including this one, that reduce gradients together."""
     return mesh[DATA_ROLES].mesh.flatten().tolist()

@@ -125,7 +125,7 @@ def parallelize(
                 part.fused_gradients = True
         sharded = shard(module, mesh, sharding, wrap=wrap, dtypes=dtypes, options=options)
         data.append(sharded)
-        parameters += local_parameters(module, {}, sharded)
+        parameters += local_parameters(module, {}, sharded, axes)
         calls.append(
             Stage(module, sharded.before_backward, sharded.after_weights, sharded.drop_gradients)
         )

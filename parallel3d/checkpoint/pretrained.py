@@ -20,16 +20,14 @@ from parallel3d.config.recipe import ModelConfig
 from parallel3d.convert.pretrained import open_safetensors, read_slice
 from parallel3d.errors import CheckpointError
 from parallel3d.layers.parameter import ParameterSpec
-from parallel3d.mesh import Axis
+from parallel3d.mesh import Axis, Role
 from parallel3d.sharding.optimizer_parts import LocalParameter
 
 # Dtypes of unquantized weights, as safetensors names them.
 _WEIGHTS = ("F64", "F32", "BF16", "F16")
 
 
-def load_pretrained(
-    parameters: Sequence[LocalParameter], model: ModelConfig, tp: Axis, folder: Path
-) -> None:
+def load_pretrained(parameters: Sequence[LocalParameter], model: ModelConfig, folder: Path) -> None:
     """Loads this rank's shards of the parameters from safetensors files in `folder`. Collective.
 
     Raises CheckpointError on all ranks if tensors are missing, unexpected, of the wrong shape,
@@ -49,6 +47,7 @@ def load_pretrained(
             stored = _open(folder, model)
             for own in parameters:
                 tensor, at = places[own.name]
+                tp = own.axes[Role.SPLIT_TENSORS]
                 own.part.initialize(partial(_part, stored[tensor.name], tensor, at, own.spec, tp))
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: cannot be read: {error}") from error

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from annotated_types import MinLen
 
+from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.flops import block_weights
 from parallel3d.config.ranges import in_range
 from parallel3d.config.sharding_strategies import (
@@ -140,7 +141,9 @@ class ModelConfig:
     # Number of key-value heads (grouped-query attention). None: equal to `heads`.
     kv_heads: Size | None = None
     head_dim: Size | None = None  # Size of one attention head. None: `hidden` / `heads`.
-    ffn_hidden: Size  # Hidden size of the MLP in each block.
+    ffn_hidden: Size  # Hidden size of the MLP in each block. With `experts`: in its dense blocks.
+    # llama: mixture of experts in place of the MLP (docs/how-to/experts.md). None: a dense model.
+    experts: ExpertsConfig | None = None
     vocab: Size  # Vocabulary size. It must be larger than the largest token ID.
     rope_theta: AboveOne = 10_000.0  # llama: base of the rotary frequencies.
     # llama: scaling of the rotary frequencies for a longer context. None: unscaled.
@@ -188,26 +191,46 @@ class ModelConfig:
         """Returns True if the window hides keys in sequences of this length."""
         return self.window is not None and self.window < seq_len
 
+    def has_experts(self, layer: int) -> bool:
+        """Returns True if the block with this index has experts instead of an MLP."""
+        return self.experts is not None and layer >= self.experts.dense_layers
+
     @property
-    def block_weights(self) -> int:
-        """Number of weights in the matrices of one block."""
-        return block_weights(
+    def block_weights(self) -> float:
+        """Mean number of weights in the matrices of a block that compute a token."""
+        if self.experts is None:
+            return self._weights_of_block(0)
+        dense = min(self.experts.dense_layers, self.layers)
+        sum_ = dense * self._weights_of_block(0)
+        sum_ += (self.layers - dense) * self._weights_of_block(self.layers - 1)
+        return sum_ / self.layers
+
+    def _weights_of_block(self, layer: int) -> int:
+        ffn_hidden = self.ffn_hidden
+        router = 0
+        if self.experts is not None and self.has_experts(layer):
+            ffn_hidden = self.experts.per_token * self.experts.hidden + self.experts.shared_hidden
+            router = self.hidden * self.experts.count
+        return router + block_weights(
             hidden=self.hidden,
             query_hidden=self.query_hidden,
             kv_hidden=self.key_value_heads * self.head_size,
-            ffn_hidden=self.ffn_hidden,
+            ffn_hidden=ffn_hidden,
             ffn_matrices=2 if self.architecture == "gpt" else 3,  # llama's MLP has a gate
         )
 
     def part_costs(self, seq_len: int) -> PartCosts:
         """Returns the costs of embedding, block and head, used to balance the pipeline stages
         unless `stage_boundaries` is set."""
+        dense = 0 if self.experts is None else min(self.experts.dense_layers, self.layers - 1)
         return PartCosts.of(
-            block_weights=self.block_weights,
+            block_weights=self._weights_of_block(self.layers - 1),
             hidden=self.hidden,
             query_hidden=self.query_hidden,
             vocab=self.vocab,
             seq_len=seq_len,
+            dense_blocks=dense,
+            dense_weights=self._weights_of_block(0),
         )
 
 
@@ -251,6 +274,9 @@ class ParallelConfig:
     # divide model.heads, model.ffn_hidden and, with `sequence_parallel`, train.seq_len / `cp`. It
     # must divide model.kv_heads or be a multiple of it.
     tp: Devices = 1
+    # Number of expert-parallel ranks. The experts of a layer are divided over them. It must divide
+    # dp_shard x cp x tp and model.experts.count, and be a multiple of tp. None: equal to tp.
+    ep: Devices | None = None
     # Number of pipeline stages on each pipeline rank. Interleaved schedules need at least 2.
     virtual_stages: Count = 1
     # Index of the first block of each stage, except the first stage. None: balanced by cost.
@@ -305,6 +331,11 @@ class ParallelConfig:
     def gather_cadence(self) -> Cadence:
         """`gather`, with its default filled in."""
         return self.gather or default_gather(self.strategy, self.pp)
+
+    @property
+    def expert_ranks(self) -> int:
+        """`ep`, with its default filled in."""
+        return self.tp if self.ep is None else self.ep
 
     @property
     def world_size(self) -> int:

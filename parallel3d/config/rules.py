@@ -22,6 +22,7 @@ from parallel3d.config.recipe import READ_IF, Recipe
 from parallel3d.config.rules_layout import (
     at_most,
     batch_errors,
+    expert_errors,
     model_errors,
     parallel_errors,
     rope_errors,
@@ -61,6 +62,7 @@ def check_rules(recipe: Recipe) -> None:
         model_errors,
         rope_errors,
         parallel_errors,
+        expert_errors,
         schedule_errors,
         batch_errors,
         mixture_errors,

@@ -152,6 +152,55 @@ def parallel_errors(recipe: Recipe) -> Iterator[str]:
     yield from at_most(recipe, "parallel.recompute_every", "model.layers", 2)
 
 
+@rule
+def expert_errors(recipe: Recipe) -> Iterator[str]:
+    """Yields an error line for each violated rule of the experts and their ranks."""
+    experts = recipe.model.experts
+    parallel = recipe.parallel
+    ep = parallel.expert_ranks
+    if experts is None:
+        if parallel.ep is not None:
+            yield "<parallel.ep>: only used with model.experts; try parallel.ep=null"
+        return
+    if recipe.model.architecture != "llama":
+        yield "model.experts: only for <model.architecture> = llama; remove experts"
+    if experts.per_token > experts.count:
+        yield (
+            "<model.experts.per_token>: must be at most <model.experts.count>; try "
+            f"{min(2, experts.count)}"
+        )
+    if experts.dense_layers > recipe.model.layers:
+        yield "<model.experts.dense_layers>: must be at most <model.layers>; try 1"
+    if experts.shared_gate and not experts.shared_hidden:
+        yield (
+            "<model.experts.shared_gate>: only used with model.experts.shared_hidden; try "
+            f"model.experts.shared_hidden={experts.hidden}, or remove shared_gate"
+        )
+    ranks = parallel.dp_shard * parallel.cp * parallel.tp
+    if ranks % ep or experts.count % ep or ep % parallel.tp:
+        fitting = [
+            size for size in divisors(math.gcd(ranks, experts.count)) if size % parallel.tp == 0
+        ]
+        tries = (
+            f"try parallel.ep={any_of(nearest(fitting, ep))}" if fitting else "try parallel.tp=1"
+        )
+        yield (
+            f"parallel.ep = {ep}: must divide dp_shard x cp x tp = {ranks} and "
+            f"<model.experts.count>, and be a multiple of <parallel.tp>; {tries}"
+        )
+    tokens = parallel.microbatch_size * recipe.train.seq_len // parallel.cp
+    if tokens % parallel.tp:
+        yield (
+            f"<parallel.microbatch_size>: a microbatch of {tokens} tokens on a rank must be a "
+            f"multiple of <parallel.tp>; try {parallel.tp}"
+        )
+    if experts.bias_rate and recipe.local_sgd.sync_every is not None:
+        yield (
+            "<model.experts.bias_rate>: not supported with <local_sgd.sync_every>, because "
+            "replicas would choose different experts; try model.experts.bias_rate=0"
+        )
+
+
 def sharding_errors(parallel: ParallelConfig) -> Iterator[str]:
     """Yields an error line for each violated rule of the data-parallel axes."""
     stage = parallel.zero_stage

@@ -51,19 +51,17 @@ def tensors_of(parameters: Sequence[LocalParameter], states: States) -> dict[str
     return named
 
 
-def copies_of(
-    parameters: Sequence[LocalParameter], states: States, axes: Mapping[str, Axis]
-) -> list[Copies]:
-    """Returns the tensors that must be equal along each axis of the mesh.
+def copies_of(parameters: Sequence[LocalParameter], states: States) -> list[Copies]:
+    """Returns the tensors that must be equal along each axis of their mesh.
 
     The second copy of a tied weight (`is_copy`), on the last stage, is omitted.
     """
-    found = []
-    for name, axis in axes.items():
-        repeated = [p for p in parameters if name in p.repeated_over and not p.is_copy]
-        if axis.size > 1 and repeated:
-            found.append(Copies(axis, tensors_of(repeated, states)))
-    return found
+    repeated: dict[Axis, list[LocalParameter]] = {}
+    for parameter in parameters:
+        for name, axis in parameter.axes.items():
+            if axis.size > 1 and name in parameter.repeated_over and not parameter.is_copy:
+                repeated.setdefault(axis, []).append(parameter)
+    return [Copies(axis, tensors_of(some, states)) for axis, some in repeated.items()]
 
 
 def refuse_differences(

@@ -99,7 +99,9 @@ class ParallelContext:
             `init`.
         cp: Context-parallel axis, over which each sequence is split (`SequencePart`). Every rank
             computes a partial sum of each parameter's gradient, which you sum over cp. None means
-            whole sequences.
+            full sequences.
+        ep: Expert-parallel axis, over which `ParallelExperts` divides its experts. It contains the
+            ranks of tp. None means tp.
 
     Example:
         >>> context = parallel3d.ParallelContext(tp, sequence_parallel=True, dtype=torch.bfloat16)
@@ -114,6 +116,7 @@ class ParallelContext:
     init: Initializer = Normal(0.02)
     row_init: Initializer | None = None
     cp: DeviceMesh | Axis | None = None
+    ep: DeviceMesh | None = None
 
     @cached_property
     def sequence_part(self) -> SequencePart:
@@ -153,6 +156,7 @@ class ParameterSpec:
         partial_gradient: If True, each tp rank computes a partial sum of the gradient, as norms do
             under sequence parallelism.
         uneven: If True, the last tp ranks may have fewer rows, as in a vocabulary.
+        stacked: Number of matrices that are stacked along the first dim, as in a layer of experts.
 
     Example:
         >>> init = parallel3d.Normal(0.02)
@@ -166,6 +170,7 @@ class ParameterSpec:
     _: KW_ONLY
     partial_gradient: bool = False
     uneven: bool = False
+    stacked: int = 1
 
     def start(self, whole: Tensor) -> object:
         """Fills the full tensor with initial values from torch's default generator."""

@@ -115,7 +115,7 @@ def _step_of(line: str) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> float:
+def flops_per_token(config: ModelConfig, block_weights: float, seq_len: int) -> float:
     """Returns the FLOPs per token of forward and backward pass, counted as in `config.flops`."""
     return training_flops_per_token(
         layers=config.layers,
@@ -128,7 +128,7 @@ def flops_per_token(config: ModelConfig, block_weights: int, seq_len: int) -> fl
 
 
 def peak_tokens_per_s(
-    recipe: Recipe, device: torch.device, peak_of: PeakOf, block_weights: int | None
+    recipe: Recipe, device: torch.device, peak_of: PeakOf, block_weights: float | None
 ) -> tuple[float | None, str]:
     """Returns the tokens per second of one device at its peak FLOP/s, the denominator of the MFU.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,10 +19,20 @@ class PartCosts:
     embedding: float
     block: float
     head: float
+    dense_blocks: int = 0  # Number of leading blocks that cost `dense_block` instead of `block`.
+    dense_block: float = 0.0
 
     @classmethod
     def of(
-        cls, *, block_weights: float, hidden: int, query_hidden: int, vocab: int, seq_len: int
+        cls,
+        *,
+        block_weights: float,
+        hidden: int,
+        query_hidden: int,
+        vocab: int,
+        seq_len: int,
+        dense_blocks: int = 0,
+        dense_weights: float = 0.0,
     ) -> PartCosts:
         """Computes costs in floating-point operations per token.
 
@@ -32,7 +42,11 @@ class PartCosts:
         """
         attention = 2.0 * query_hidden * seq_len
         return cls(
-            embedding=2.0 * hidden, block=2.0 * block_weights + attention, head=2.0 * hidden * vocab
+            embedding=2.0 * hidden,
+            block=2.0 * block_weights + attention,
+            head=2.0 * hidden * vocab,
+            dense_blocks=dense_blocks,
+            dense_block=2.0 * dense_weights + attention,
         )
 
 
@@ -45,6 +59,8 @@ def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:
     """
     if stages > blocks:
         raise ValueError(f"{blocks} layers cannot fill {stages} stages; use fewer stages")
+    if costs.dense_blocks:
+        return _cut_of_two_costs(blocks, stages, costs)
     sizes = [1] * stages
     extra = [0.0] * stages
     extra[0] += costs.embedding
@@ -62,6 +78,23 @@ def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:
         cheapest = min(range(stages), key=priority)
         sizes[cheapest] += 1
     return sizes
+
+
+def _cut_of_two_costs(blocks: int, stages: int, costs: PartCosts) -> list[int]:
+    """Returns a cut whose boundaries are close to those of stages of equal cost.
+
+    Each stage has at least one block.
+    """
+    each = [costs.dense_block] * costs.dense_blocks
+    each += [costs.block] * (blocks - costs.dense_blocks)
+    sums = list(accumulate(each, initial=costs.embedding))
+    total = sums[-1] + costs.head
+    points: list[int] = []
+    for stage in range(1, stages):
+        nearest = min(range(blocks + 1), key=lambda at: abs(sums[at] - total * stage / stages))
+        least = points[-1] + 1 if points else 1
+        points.append(max(least, min(nearest, blocks - (stages - stage))))
+    return sizes_between(points, blocks)
 
 
 def sizes_between(points: Sequence[int], blocks: int) -> list[int]:

@@ -16,6 +16,7 @@ from parallel3d.config.sharding_strategies import (
     default_gather,
     frees_after_forward,
 )
+from parallel3d.layers.experts import ExpertWeights
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.mesh import ONE_RANK, Role, axes_of
 from parallel3d.sharding.fully_sharded import FullyShardedData
@@ -33,6 +34,7 @@ def shard(
     wrap: Wrap = None,
     dtypes: Dtypes | None = None,
     average: bool = True,
+    experts: DeviceMesh | None = None,
     options: ShardingOptions | None = None,
 ) -> ShardedData:
     """Shards or replicates a model over the data-parallel axes of a mesh, in place.
@@ -59,6 +61,8 @@ def shard(
             Sequential, or each module in the outermost ModuleLists and ModuleDicts.
         dtypes: Data types. Default: the dtype of the model's parameters.
         average: If True, gradients are averaged over the data-parallel ranks, otherwise summed.
+        experts: Mesh over which the weights of `ParallelExperts` are sharded (`expert_mesh`).
+            Default: `mesh`.
         options: Communication options.
 
     Returns:
@@ -90,6 +94,9 @@ def shard(
     options = options or ShardingOptions()
     dtypes = dtypes or Dtypes.of(model)
     reduction = Reduction.over(mesh, strategy, dtypes, average=average)
+    of_experts = reduction
+    if experts is not None and experts != mesh:
+        of_experts = Reduction.over(experts, strategy, dtypes, average=average)
     every = reduction.every
     if (error := replication_error(strategy, reduction.replicate.size)) is not None:
         raise ValueError(error)
@@ -99,23 +106,26 @@ def shard(
     if is_alone and dtypes.compute == dtypes.master:
         model.to(dtypes.master)
         return ShardedData(model)
-    for parameter in model.parameters() if every.size > 1 else ():
-        if not parameter.is_meta:
-            values = local_tensor(parameter.detach())
-            sent = values.to(mesh.device_type).contiguous()
-            dist.broadcast(sent, group=every.group, group_src=0)
-            values.copy_(sent)
+    for part in model.modules() if every.size > 1 else ():
+        over = of_experts if isinstance(part, ExpertWeights) else reduction
+        for parameter in part.parameters(recurse=False):
+            if not parameter.is_meta and over.every.size > 1:
+                values = local_tensor(parameter.detach())
+                sent = values.to(mesh.device_type).contiguous()
+                dist.broadcast(sent, group=over.every.group, group_src=0)
+                values.copy_(sent)
     scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
     if reduction.split and scalars:
         raise ValueError(f"{scalars[0]}: a scalar cannot be sharded; give it the shape [1]")
     if strategy in REPLICATED or is_alone:
-        return ReplicatedData(model, wrap, reduction, options)
+        return ReplicatedData(model, wrap, reduction, options, of_experts)
     layers = axes_of(mesh).get(Role.SPLIT_LAYERS, ONE_RANK)
     gather = options.gather or default_gather(strategy, layers.size)
     return FullyShardedData(
         model,
         units_of(model, wrap),
         reduction,
+        of_experts,
         replace(options, gather=gather),
         frees_forward=frees_after_forward(strategy, gather),
     )

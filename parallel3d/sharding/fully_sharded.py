@@ -17,8 +17,9 @@ from torch.distributed.fsdp import (
 )
 
 from parallel3d.layers.collectives import reduce_scatter_single
+from parallel3d.layers.experts import ExpertWeights
 from parallel3d.mesh import DATA_ROLES, Role
-from parallel3d.sharding.optimizer_parts import ShardedData
+from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
 from parallel3d.sharding.settings import Reduction, ShardingOptions
 from parallel3d.sharding.units import CommunicationUnit
 from parallel3d.torch_private import keep_delayed_gradients, reduce_delayed_gradients
@@ -53,20 +54,20 @@ class FullyShardedData(ShardedData):
     replicas in the last backward pass of a step, whatever `options.reduce` is.
     """
 
-    _repeated_over = frozenset({Role.REPLICATE})
-
     def __init__(
         self,
         model: nn.Module,
         units: Sequence[CommunicationUnit],
         reduction: Reduction,
+        of_experts: Reduction,
         options: ShardingOptions,
         *,
         frees_forward: bool,
     ) -> None:
         super().__init__(model)
         dtypes = reduction.dtypes
-        self._shards = reduction.shard
+        self._reduction = reduction
+        self._of_experts = of_experts
         self._frees_each = options.gather == "microbatch"
         self._reduces_each = options.reduce == "microbatch"
         # Last value of `last` passed to `fully_shard`, or None before the first.
@@ -76,6 +77,7 @@ class FullyShardedData(ShardedData):
         if any(parameter.dtype != dtypes.master for parameter in model.parameters()):
             model.to(dtypes.master)
         names = DATA_ROLES if reduction.replicate.size > 1 else Role.SHARD_PARAMETERS
+        meshes = [each.mesh[names] for each in (reduction, of_experts)]
         policy = MixedPrecisionPolicy(
             param_dtype=dtypes.compute if dtypes.compute != dtypes.master else None,
             reduce_dtype=summed if summed != dtypes.compute else None,
@@ -83,14 +85,14 @@ class FullyShardedData(ShardedData):
         offload = OffloadPolicy()
         if options.offload:
             offload = CPUOffloadPolicy(pin_memory=reduction.mesh.device_type == "cuda")
-        split = partial(
-            fully_shard, mesh=reduction.mesh[names], mp_policy=policy, offload_policy=offload
-        )
+        split = partial(fully_shard, mp_policy=policy, offload_policy=offload)
         travelling = [unit for unit in units if unit.modules]
         for unit in reversed(travelling):  # Inner modules must come first.
             modules: Any = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-            split(modules, reshard_after_forward=frees_forward and not unit.has_head)
-        self._root = split(model, reshard_after_forward=False)
+            own_mesh = meshes[unit.has_experts]
+            frees = frees_forward and not unit.has_head
+            split(modules, mesh=own_mesh, reshard_after_forward=frees)
+        self._root = split(model, mesh=meshes[0], reshard_after_forward=False)
         heads = [unit.modules[0] for unit in travelling if unit.has_head]
         self._heads = [self._root, *_sharded(heads)]
         self._units = _sharded(model.modules())
@@ -114,6 +116,11 @@ class FullyShardedData(ShardedData):
                 module.set_modules_to_forward_prefetch(chain[at + 1 : at + 1 + depth])
                 if at > 0:
                     module.set_modules_to_backward_prefetch(chain[max(0, at - depth) : at][::-1])
+
+    def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
+        over = self._of_experts if isinstance(module, ExpertWeights) else self._reduction
+        find = partial(getattr, module, attribute)
+        return OptimizerPart(find, over.shard, frozenset({Role.REPLICATE}))
 
     def before_backward(self, last: bool) -> None:
         # `head_cross_entropy` reads the weight of the head before torch all-gathers it.

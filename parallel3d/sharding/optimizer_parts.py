@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
+from parallel3d.layers.experts import ExpertWeights
 from parallel3d.layers.gradients import like_parameter, local_tensor
 from parallel3d.layers.parameter import ParameterSpec, named_specs
 from parallel3d.mesh import ONE_RANK, Axis, Role
@@ -63,9 +64,6 @@ class ShardedData:
     rank without mixed precision. Subclasses implement the strategies.
     """
 
-    _shards = ONE_RANK
-    _repeated_over: frozenset[str] = frozenset()
-
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
@@ -74,8 +72,7 @@ class ShardedData:
 
     def part(self, module: nn.Module, attribute: str) -> OptimizerPart:
         """Returns the part of `module.attribute` that the optimizer updates."""
-        find = partial(getattr, module, attribute)
-        return OptimizerPart(find, self._shards, self._repeated_over)
+        return OptimizerPart(partial(getattr, module, attribute), ONE_RANK, frozenset())
 
     def before_backward(self, last: bool) -> None:
         """Call it before each backward pass. `last` marks the last one of a step.
@@ -128,6 +125,7 @@ class LocalParameter:
     spec: ParameterSpec
     is_copy: bool  # True on the last stage if the first stage also has the parameter.
     part: OptimizerPart
+    axes: Mapping[str, Axis]  # Axes of its mesh by name. Experts have a mesh of their own.
 
     @property
     def local(self) -> nn.Parameter:
@@ -141,17 +139,23 @@ class LocalParameter:
             return self.part.repeated_over | {Role.SPLIT_TENSORS}
         return self.part.repeated_over
 
-    def copies(self, axes: Mapping[str, Axis]) -> int:
-        """Returns the number of ranks of this pipeline stage that hold the same part."""
-        return math.prod(axes[name].size for name in self.repeated_over)
+    @property
+    def copies(self) -> int:
+        """Number of ranks of this pipeline stage that hold the same part."""
+        return math.prod(self.axes[name].size for name in self.repeated_over)
 
 
 def local_parameters(
-    module: nn.Module, aliases: dict[str, str], data: ShardedData
+    module: nn.Module,
+    aliases: dict[str, str],
+    data: ShardedData,
+    axes: Mapping[str, Axis],
+    experts: Mapping[str, Axis] | None = None,
 ) -> list[LocalParameter]:
     """Returns the parameters of a stage, without duplicates.
 
-    `aliases` maps later names of a shared parameter to its first name in the full model.
+    `aliases` maps later names of a shared parameter to its first name in the full model. `axes` are
+    those of the mesh, and `experts` those of the experts' own mesh, if any.
     """
     held = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     specs = dict(named_specs(module))
@@ -162,7 +166,9 @@ def local_parameters(
         owner = module.get_submodule(path)
         first = aliases.get(name, name)
         part = data.part(owner, attribute)
-        found.append(LocalParameter(first, owner, spec, is_copy=first not in held, part=part))
+        own_axes = experts or axes if isinstance(owner, ExpertWeights) else axes
+        is_copy = first not in held
+        found.append(LocalParameter(first, owner, spec, is_copy, part, own_axes))
     return found
 
 

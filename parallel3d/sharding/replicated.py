@@ -38,11 +38,17 @@ class ReplicatedData(ShardedData):
     """
 
     def __init__(
-        self, model: nn.Module, wrap: Wrap, reduction: Reduction, options: ShardingOptions
+        self,
+        model: nn.Module,
+        wrap: Wrap,
+        reduction: Reduction,
+        options: ShardingOptions,
+        of_experts: Reduction,
     ) -> None:
         super().__init__(model)
         self._wrap = wrap
         self._reduction = reduction
+        self._of_experts = of_experts
         self._options = options
         self._publishes_late = options.publish_in_forward and reduction.split
         self._last = True  # True if the current backward pass is the last of the step.
@@ -75,7 +81,8 @@ class ReplicatedData(ShardedData):
         groups: list[list[CommunicationUnit]] = []
         sizes: list[int] = []
         for unit in reversed(units):
-            if not sizes or sizes[0] >= least:
+            is_other = bool(groups) and groups[0][0].has_experts != unit.has_experts
+            if not sizes or sizes[0] >= least or is_other:
                 groups.insert(0, [])
                 sizes.insert(0, 0)
             groups[0].insert(0, unit)
@@ -84,7 +91,8 @@ class ReplicatedData(ShardedData):
         self._buckets: list[Bucket] = []
         for index, group in enumerate(groups):
             parameters = [*chain.from_iterable(unit.parameters for unit in group)]
-            self._buckets.append(Bucket(parameters, before, memory[index], reduction))
+            over = self._of_experts if group[0].has_experts else reduction
+            self._buckets.append(Bucket(parameters, before, memory[index], over))
             if reduction.every.size > 1:
                 self._add_hooks(index, group)
         parts = chain.from_iterable(bucket.parts for bucket in self._buckets)

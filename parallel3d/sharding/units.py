@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from parallel3d.layers.experts import ExpertWeights
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.positions import LearnedPositions
 from parallel3d.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
@@ -47,6 +48,11 @@ class CommunicationUnit:
         """True if all parameters are embedding tables, whose values no backward pass reads."""
         holders = [part for part in self._parts() if [*part.parameters(recurse=False)]]
         return all(isinstance(part, _LOOKED_UP) for part in holders)
+
+    @property
+    def has_experts(self) -> bool:
+        """True if the unit is the experts of a layer, which have a mesh of their own."""
+        return all(isinstance(part, ExpertWeights) for part in self.modules) and bool(self.modules)
 
     def _parts(self) -> Iterator[nn.Module]:
         return nn.ModuleList(self.modules).modules()

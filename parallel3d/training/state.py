@@ -18,7 +18,6 @@ from parallel3d.data.fingerprint import differences
 from parallel3d.data.mixture import drawn_by_source
 from parallel3d.data.order import SkippedRanges
 from parallel3d.errors import CheckpointError, DamagedCheckpointError, writing
-from parallel3d.mesh import Role
 from parallel3d.training.trainer import Trainer
 
 
@@ -136,8 +135,7 @@ def load_model(trainer: Trainer, path: Path) -> Progress:
     """
     progress = trainer.progress
     if is_pretrained(path):
-        tp = trainer.axes[Role.SPLIT_TENSORS]
-        load_pretrained(trainer.parameters, trainer.recipe.model, tp, path)
+        load_pretrained(trainer.parameters, trainer.recipe.model, path)
     else:
         tensors = tensors_of(trainer)
         model = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}

@@ -228,7 +228,7 @@ class Trainer:
         Args:
             when: Beginning of the error message, such as "step 100".
         """
-        copies = copies_of(self.parameters, self.optimizer.state, self.axes)
+        copies = copies_of(self.parameters, self.optimizer.state)
         copies += self.engine.copies(self.optimizer.state) + self.outer_loop.copies()
         advice = "resume from a checkpoint that is not newer than the last comparison"
         refuse_differences(copies, self.recipe.parallel, self.device, when=when, advice=advice)

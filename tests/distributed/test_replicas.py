@@ -41,7 +41,7 @@ def compared(recipe: Recipe) -> list[str]:
     trainer = make_trainer(recipe)
     train(trainer, 3)
     trainer.compare_replicas("step 3")
-    copies = copies_of(trainer.parameters, trainer.optimizer.state, trainer.axes)
+    copies = copies_of(trainer.parameters, trainer.optimizer.state)
     copies += trainer.engine.copies(trainer.optimizer.state) + trainer.outer_loop.copies()
     return [name for each in copies for name in each.tensors]
 

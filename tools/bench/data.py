@@ -90,7 +90,7 @@ def build_ours(model: ModelConfig, mesh: DeviceMesh, strategy: ShardingName) -> 
 
 def parts_of(model: nn.Module, data: ShardedData) -> dict[str, OptimizerPart]:
     """Returns this rank's part of each parameter, keyed by parameter name."""
-    return {own.name: own.part for own in local_parameters(model, {}, data)}
+    return {own.name: own.part for own in local_parameters(model, {}, data, {})}
 
 
 def finish_step(

@@ -5,19 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from parallel3d.config.experts import ExpertsConfig
+
 
 @dataclass(frozen=True, kw_only=True)
-class Experts:
-    """The experts of an MoE layer. A router selects `per_token` of them for each token."""
+class Experts(ExpertsConfig):
+    """The experts of a shape, with what only the planner knows."""
 
-    count: int
-    per_token: int
-    hidden: int  # Hidden size of one expert.
-    shared_hidden: int = 0  # Hidden size of all shared experts together.
-    shared_gate: bool = False  # True if a gate scales each token's shared output (Qwen 2)
     router_bias: bool = False  # True if a bias per expert balances the router (DeepSeek V3)
-    # Number of leading layers with a dense MLP of size `ffn_hidden`.
-    dense_layers: int = 0
     # Largest number of groups (nodes) over which the experts of a token may spread. None: no limit.
     most_groups: int | None = None
 

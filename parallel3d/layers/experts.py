@@ -1,0 +1,246 @@
+"""Mixture of experts in place of an MLP, with the experts divided over expert-parallel ranks.
+
+Shapes: T tokens of a rank, D hidden, F hidden size of an expert, E experts, k experts of a token,
+n = ep.
+
+    router.weight               [E, D]         replicated
+    experts.gate, experts.up    [E F / n, D]   the matrices of the rank's experts, stacked
+    experts.down                [E D / n, F]   the same
+
+No token is dropped, so every layout computes the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.nn import functional as F
+
+from parallel3d.config.experts import ExpertsConfig
+from parallel3d.layers.collectives import outside_graph
+from parallel3d.layers.dispatch import combine, dispatch, route
+from parallel3d.layers.gradients import (
+    DelayedGradients,
+    accumulate_or_return,
+    accumulated_gradient,
+    add_product,
+    local_tensor,
+)
+from parallel3d.layers.mlp import ParallelMLP, gated
+from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec, Pointwise
+from parallel3d.layers.regions import gather_from_region, scatter_to_region
+from parallel3d.layers.router import Router
+
+
+class ParallelExperts(ParallelModule):
+    """Mixture of experts: y = sum over a token's experts of weight * expert(x).
+
+    Each expert is a gated MLP (swiglu). A shared expert, if any, is added for every token.
+
+    Shapes: x and y [batch, seq, hidden], or [batch, seq / tp, hidden] under sequence parallelism.
+    Without sequence parallelism, tp must divide batch * seq, because each tp rank routes its part
+    of the tokens.
+
+    Communication: with ep ranks, two all-to-alls of per_token vectors for each token in the forward
+    pass, and two in the backward pass. Without sequence parallelism, an all-gather over tp in each.
+
+    Args:
+        hidden: Hidden size of the model.
+        ffn_hidden: Hidden size of an expert.
+        count: Number of experts. ep must divide it.
+        per_token: Number of experts that compute each token.
+        tp: Tensor-parallel axis or a `ParallelContext`, whose `ep` divides the experts.
+        options: Further fields of `ExpertsConfig`.
+
+    Raises:
+        ValueError: ep does not divide `count`, or `per_token` exceeds it.
+
+    Example:
+        >>> layer = parallel3d.ParallelExperts(64, 128, 8, 2)
+        >>> layer(torch.zeros(2, 8, 64)).shape
+        torch.Size([2, 8, 64])
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn_hidden: int,
+        count: int,
+        per_token: int,
+        *,
+        tp: LayerTp = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(tp)
+        config = ExpertsConfig(count=count, per_token=per_token, hidden=ffn_hidden, **options)
+        context = self.context
+        if per_token > count:
+            raise ValueError(
+                f"ParallelExperts: per_token = {per_token}: must be at most count = {count}; try 2"
+            )
+        self.per_token = per_token
+        self.router = Router(hidden, config, tp=context)
+        own = replace(context, tp=context.ep or context.tp, sequence_parallel=False)
+        self.experts = ExpertWeights(hidden, config, tp=own)
+        self.shared: ParallelMLP | None = None
+        if config.shared_hidden:
+            self.shared = ParallelMLP(hidden, config.shared_hidden, tp=context)
+        is_partial = self.sequence_parallel and self.axis.size > 1
+        gate = ParameterSpec((1, hidden), None, context.init, partial_gradient=is_partial)
+        self.add_parameter("shared_gate", gate if config.shared_gate else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.flatten(0, -2)
+        is_split = self.axis.size > 1 and not self.sequence_parallel
+        if is_split:
+            tokens = scatter_to_region(tokens, self.axis, 0)
+        chosen, weights = self.router(tokens)
+        results = self.experts(tokens, chosen)  # [T, k, D]
+        y = (results * weights.unsqueeze(-1).to(results.dtype)).sum(1)
+        if is_split:
+            y = gather_from_region(y, self.axis, 0)
+        y = y.view_as(x)
+        if self.shared is None:
+            return y
+        shared = self.shared(x)
+        if self.shared_gate is not None:
+            shared = shared * F.linear(x, self.replicated("shared_gate")).sigmoid()
+        return y + shared
+
+
+class ExpertWeights(ParallelModule):
+    """The experts of a layer that this rank holds.
+
+    Takes x [T, D] and the experts [T, k] of each token. Returns their outputs [T, k, D].
+
+    Args:
+        hidden: Hidden size of the model.
+        config: Experts of the model.
+        tp: Expert-parallel axis, or a `ParallelContext` with it as tp.
+    """
+
+    def __init__(self, hidden: int, config: ExpertsConfig, *, tp: LayerTp = None) -> None:
+        super().__init__(tp)
+        self.config = config
+        if config.count % self.axis.size:
+            raise ValueError(
+                f"ParallelExperts: count = {config.count}: ep = {self.axis.size} must divide it; "
+                f"try ep = 1 or count = {self.axis.size}"
+            )
+        self.pointwise: Pointwise = gated
+        init = self.context.init
+        matrix = partial(ParameterSpec, dim=0, stacked=config.count)
+        wide = (config.count * config.hidden, hidden)
+        self.add_parameter("gate", matrix(wide, init=init))
+        self.add_parameter("up", matrix(wide, init=init))
+        down = (config.count * hidden, config.hidden)
+        self.add_parameter("down", matrix(down, init=self.context.row_init or init))
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        k = chosen.shape[1]
+        way = route(chosen, self.config.count, self.axis)
+        rows = dispatch(x, k, way, self.axis)
+        # Offsets on the device for the grouped kernel, or sizes on the host.
+        counts: Sequence[int] | Tensor = way.counts
+        if not uses_grouped(rows):
+            counts = way.counts.tolist()
+        multiply = partial(self._multiply, counts=counts)
+        gate = multiply(rows, "gate")
+        up = multiply(rows, "up")
+        y = multiply(self.pointwise(gate, up, F.silu), "down")
+        return combine(y, k, way, self.axis)
+
+    def _multiply(self, x: Tensor, name: str, counts: Sequence[int] | Tensor) -> Tensor:
+        weight = getattr(self, name)
+        how = (counts, self.fused_gradients, self.delayed)
+        y: Tensor = outside_graph(_Grouped.apply, x, weight, *how)
+        return y
+
+
+def uses_grouped(x: Tensor) -> bool:
+    """Returns True if one kernel multiplies the rows of all experts: on GPUs in bfloat16."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def offsets(counts: Tensor) -> Tensor:
+    """Returns the end of each expert's rows, as `grouped_mm` takes it."""
+    return counts.cumsum(0).int()
+
+
+def grouped(x: Tensor, matrices: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+    """Returns x_e M_e for the rows x_e of each expert. `matrices` is [experts, in, out]."""
+    if isinstance(counts, Tensor):
+        return F.grouped_mm(x, matrices, offs=offsets(counts))
+    y = x.new_empty(len(x), matrices.shape[2])
+    for rows, matrix, out in zip(x.split(counts), matrices, y.split(counts), strict=True):
+        torch.mm(rows, matrix, out=out)
+    return y
+
+
+class _Grouped(Function):
+    """y_e = x_e W_e^T for the rows of each expert. `weight` holds the matrices W_e, stacked."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        counts: Sequence[int] | Tensor,
+        fused: bool,
+        delayed: DelayedGradients | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, local_tensor(weight))
+        ctx.weight = weight
+        ctx.how = (counts, fused)
+        ctx.delayed = delayed
+        matrices = local_tensor(weight).view(len(counts), -1, x.shape[1])
+        return grouped(x, matrices.mT, counts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, local = ctx.saved_tensors
+        counts, fused = ctx.how
+        grad = grad.contiguous()
+        matrices = local.view(len(counts), -1, x.shape[1])
+        dx = grouped(grad, matrices, counts) if ctx.needs_input_grad[0] else None
+        dw = weight_gradient(ctx.weight, grad, x, counts, fused=fused, delayed=ctx.delayed)
+        return dx, dw, None, None, None
+
+
+def weight_gradient(
+    weight: Tensor,
+    grad: Tensor,
+    x: Tensor,
+    counts: Sequence[int] | Tensor,
+    *,
+    fused: bool,
+    delayed: DelayedGradients | None = None,
+) -> Tensor | None:
+    """Returns or accumulates the gradients grad_e^T x_e, as `accumulate_or_return_product` does.
+
+    An expert without rows has a gradient of zeros.
+    """
+    if not weight.requires_grad:
+        return None
+    if delayed is not None:
+        work = partial(weight_gradient, weight, grad, x.detach(), counts, fused=True)
+        if delayed.delay(work):
+            return None
+    total = accumulated_gradient(weight) if fused else None
+    if isinstance(counts, Tensor):
+        products = F.grouped_mm(grad.mT, x, offs=offsets(counts)).flatten(0, 1)
+        return accumulate_or_return(weight, products, fused=fused)
+    is_new = total is None
+    if total is None:
+        total = torch.zeros_like(local_tensor(weight.detach()))
+    each = total.view(len(counts), -1, x.shape[1])
+    for sum_, rows, inputs in zip(each, grad.split(counts), x.split(counts), strict=True):
+        if len(rows):
+            add_product(sum_, rows, inputs)
+    return accumulate_or_return(weight, total, fused=fused) if is_new else None

@@ -1,0 +1,127 @@
+"""Router of a mixture of experts: chooses the experts of each token and the weights of their
+outputs.
+
+Every layout makes the same choices: logits and scores are float32, or float64 for float64 inputs,
+and among equal scores the lower expert wins. A recomputed block does not route again, because
+`saved_choices` keeps the choices of the forward pass.
+
+Balance without a loss (Wang et al. 2024, arXiv 2408.15664): a bias per expert is added to the
+scores for the choice only. After each step, `balance` raises the biases of experts with fewer
+tokens than the mean, and lowers the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from parallel3d.config.experts import ExpertsConfig
+from parallel3d.layers.loss import wide_dtype
+from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec
+from parallel3d.torch_private import is_in_backward
+
+# (choices of the routers in the checkpointed region, their iterator while it is recomputed)
+_region: ContextVar[tuple[list[Tensor], Iterator[Tensor] | None] | None] = ContextVar(
+    "region", default=None
+)
+
+
+def saved_choices() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Returns the contexts of `torch.utils.checkpoint` that save the choices of all routers.
+
+    Pass it as `context_fn`. The selective checkpointing of torch does the same for any operator,
+    but fails if `fully_shard` wraps a module in the region (torch 2.13).
+    """
+    kept: list[Tensor] = []
+
+    @contextmanager
+    def region(is_recomputed: bool) -> Iterator[None]:
+        token = _region.set((kept, iter(kept) if is_recomputed else None))
+        try:
+            yield
+        finally:
+            _region.reset(token)
+
+    return region(False), region(True)
+
+
+def choose_experts(scores: Tensor, per_token: int) -> Tensor:
+    """Returns the experts [tokens, per_token] with the largest scores [tokens, experts].
+
+    In a recomputed region, returns the choice of the forward pass.
+    """
+    kept, again = _region.get() or ([], None)
+    if again is not None:
+        return next(again)
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    kept.append(order[:, :per_token].contiguous())
+    return kept[-1]
+
+
+class Router(ParallelModule):
+    """Chooses `per_token` experts for each token.
+
+    Shapes: x [tokens, hidden], with other tokens on each tp rank. The result is the experts
+    [tokens, per_token] and their weights [tokens, per_token].
+
+    The weight [experts, hidden] is replicated. Its gradient is summed over tp.
+
+    Args:
+        hidden: Hidden size of the model.
+        config: Experts of the model.
+        tp: Tensor-parallel axis or a `ParallelContext`.
+    """
+
+    bias: Tensor | None
+    load: Tensor
+
+    def __init__(self, hidden: int, config: ExpertsConfig, *, tp: LayerTp = None) -> None:
+        super().__init__(tp)
+        self.config = config
+        shape = (config.count, hidden)
+        is_partial = self.axis.size > 1
+        spec = ParameterSpec(shape, None, self.context.init, partial_gradient=is_partial)
+        self.add_parameter("weight", spec)
+        # Not on the meta device, because no checkpoint may exist that fills it.
+        self.bias = torch.zeros(config.count, device="cpu") if config.bias_rate else None
+        # Tokens of each expert since the last `take_load`, on this rank.
+        self.load = torch.zeros(config.count, dtype=torch.int64, device="cpu")
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        config = self.config
+        wide = wide_dtype(x)
+        logits = F.linear(x.to(wide), self.replicated("weight").to(wide))
+        scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
+        ranked = scores.detach()
+        if self.bias is not None:
+            self.bias = self.bias.to(x.device)
+            ranked = ranked + self.bias
+        chosen = choose_experts(ranked, config.per_token)
+        if self.training and torch.is_grad_enabled() and not is_in_backward():
+            self._count(chosen)
+        weights = scores.gather(-1, chosen)
+        if config.normalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return chosen, weights * config.scale
+
+    @torch.no_grad()
+    def _count(self, chosen: Tensor) -> None:
+        flat = chosen.flatten()
+        self.load = self.load.to(flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+
+    def take_load(self) -> Tensor:
+        """Returns the number of tokens of each expert on this rank, and restarts the count."""
+        load, self.load = self.load, torch.zeros_like(self.load)
+        return load
+
+    @torch.no_grad()
+    def balance(self, load: Tensor) -> None:
+        """Moves the biases by `bias_rate`, given the load of each expert over all ranks."""
+        if self.bias is not None:
+            wanted = (load.sum() - load * len(load)).sign()
+            self.bias.add_(wanted.to(self.bias), alpha=self.config.bias_rate)
