@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import DeviceMesh
 
 from parallel3d.config.recipe import OptimizerConfig, OptimizerName
+from parallel3d.layers.experts import ExpertWeights
 from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear
 from parallel3d.layers.parameter import ParallelModule
 from parallel3d.layers.vocabulary import VocabParallelHead
@@ -74,7 +75,7 @@ def is_hidden_matrix(name: str, owner: nn.Module, ndim: int) -> bool:
     embeddings.
     """
     if isinstance(owner, ParallelModule):
-        is_linear = isinstance(owner, ColumnParallelLinear | RowParallelLinear)
+        is_linear = isinstance(owner, ColumnParallelLinear | RowParallelLinear | ExpertWeights)
         return is_linear and not isinstance(owner, VocabParallelHead) and ndim == 2
     is_in_block = re.search(r"\.\d+\.", name) is not None
     return is_in_block and not isinstance(owner, nn.Embedding) and ndim == 2

@@ -13,7 +13,7 @@ same shards, the owner receives from the nearest and sends its result to all.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,29 +63,20 @@ class Muon(torch.optim.Optimizer):
         self._config = config
         self._dtype = DTYPES[config.ns_dtype]
         stage = joined_axis(mesh, STAGE_ROLES, "stage")
-        tp = mesh[Role.SPLIT_TENSORS].size()
-
-        def shards(matrix: LocalParameter) -> int:
-            if Role.SHARD_PARAMETERS in matrix.part.repeated_over:
-                return 1
-            return mesh[Role.SHARD_PARAMETERS].size()
-
-        def part_elements(matrix: LocalParameter) -> float:
-            split = 1 if matrix.spec.dim is None else tp
-            return math.prod(matrix.spec.shape) / (split * shards(matrix))
-
+        single: list[Matrix] = []
+        for parameter in matrices:
+            single += matrices_of(parameter, stage)
         self._rounds = []
-        for some in runs(matrices, part_elements, most=ROUND_ELEMENTS):
-            parts = [parts_of_ranks(p.spec, stage.size, tp, shards(p)) for p in some]
-            shapes = [p.spec.shape for p in some]
-            self._rounds.append((some, MatrixExchange(stage, parts, shapes)))
+        for some in runs(single, lambda each: each.mean_elements, most=ROUND_ELEMENTS):
+            exchange = MatrixExchange(stage, [m.parts for m in some], [m.shape for m in some])
+            self._rounds.append((some, exchange))
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         for matrices, exchange in self._rounds:
             self._step_together(matrices, exchange)
 
-    def _step_together(self, matrices: list[LocalParameter], exchange: MatrixExchange) -> None:
+    def _step_together(self, matrices: list[Matrix], exchange: MatrixExchange) -> None:
         """Updates the matrices of one round.
 
         It frees tensors as early as possible, because together they are as large as the gradients
@@ -97,24 +88,25 @@ class Muon(torch.optim.Optimizer):
         iterations = self._config.ns_steps or 0
         for number in full:
             full[number] = orthogonalize(full[number], iterations)
-        like = matrices[0].local.new_empty(0, dtype=self._dtype)
+        like = matrices[0].parameter.local.new_empty(0, dtype=self._dtype)
         updates = exchange.scatter(full, like)
         del full
         decay = group["lr"] * group["weight_decay"]
         for number, matrix in enumerate(matrices):
-            factor = adjustment(self._config.lr_adjust, matrix.spec.shape)
+            factor = adjustment(self._config.lr_adjust, matrix.shape)
             rate = group["lr"] * factor
             change = updates[number].float().mul_(rate)
-            wide = matrix.local.float()  # Copies unless the parameter is float32.
+            local = matrix.parameter.local.detach()[matrix.own]
+            wide = local.float()  # Copies unless the parameter is float32.
             # Computed in float32, so that the new value is rounded only once.
-            matrix.local.copy_(wide.mul_(1 - decay).sub_(change))
+            local.copy_(wide.mul_(1 - decay).sub_(change))
 
-    def _momentum(self, matrix: LocalParameter, momentum: float) -> Tensor:
+    def _momentum(self, matrix: Matrix, momentum: float) -> Tensor:
         """Updates the momentum buffer. Returns this rank's shard of the matrix to orthogonalize."""
-        local = matrix.local
+        local = matrix.parameter.local
         assert local.grad is not None
-        gradient = local.grad.float()
-        state = self.state[local]["momentum_buffer"]
+        gradient = local.grad[matrix.own].float()
+        state = self.state[local]["momentum_buffer"][matrix.own]
         buffer = state.float().lerp_(gradient, 1 - momentum)
         state.copy_(buffer)
         if self._config.nesterov:
@@ -162,6 +154,12 @@ class SubMatrix(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return len(self.rows), len(self.columns)
 
+    def between(self, first: int, end: int) -> SubMatrix:
+        """Returns the part within rows `first` to `end`, counted from `first`."""
+        start = min(max(self.rows.start, first), end)
+        stop = min(max(self.rows.stop, first), end)
+        return SubMatrix(range(start - first, stop - first), self.columns)
+
     @property
     def elements(self) -> int:
         return math.prod(self.shape)
@@ -170,6 +168,36 @@ class SubMatrix(NamedTuple):
         """Returns a view of this rectangle."""
         rows = matrix[self.rows.start : self.rows.stop]
         return rows[:, self.columns.start : self.columns.stop]
+
+
+class Matrix(NamedTuple):
+    """A matrix that Muon steps: a parameter, or one of the matrices stacked in it."""
+
+    parameter: LocalParameter
+    shape: tuple[int, int]
+    parts: Sequence[SubMatrix]  # Part of the matrix that each rank of the stage holds.
+    own: slice  # Rows of `parameter.local` that belong to the matrix.
+    mean_elements: float  # Mean number of elements of a part.
+
+
+def matrices_of(parameter: LocalParameter, stage: Axis) -> Iterator[Matrix]:
+    """Yields the matrices of a parameter, given the axis of the ranks of its stage."""
+    spec = parameter.spec
+    shards = 1
+    if Role.SHARD_PARAMETERS not in parameter.part.repeated_over:
+        shards = parameter.axes[Role.SHARD_PARAMETERS].size
+    tp = parameter.axes[Role.SPLIT_TENSORS].size
+    boxes = parts_of_ranks(spec, stage.size, tp, shards)
+    height = spec.shape[0] // spec.stacked
+    held = boxes[stage.rank].rows
+    for first in range(0, spec.shape[0], height):
+        parts = [box.between(first, first + height) for box in boxes]
+        own = parts[stage.rank].rows
+        offset = first - held.start
+        rows = slice(own.start + offset, own.stop + offset) if own else slice(0, 0)
+        split = shards if spec.dim is None else shards * tp
+        shape = (height, spec.shape[1])
+        yield Matrix(parameter, shape, parts, rows, math.prod(shape) / split)
 
 
 def parts_of_ranks(spec: ParameterSpec, ranks: int, tp: int, shards: int) -> Sequence[SubMatrix]:

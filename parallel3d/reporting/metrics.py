@@ -46,6 +46,8 @@ class StepMetrics:
     rollbacks: int = 0  # Number of rollbacks so far.
     # Steps since the start of the run without an update, because of non-finite numbers or spikes.
     skipped_steps: int = 0
+    # Load of the experts in this step (`ExpertLoad`), by key. Empty without experts.
+    experts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def scalars(self) -> dict[str, float | None]:
@@ -54,6 +56,7 @@ class StepMetrics:
         A non-finite number, such as the norm of a skipped step, becomes None for JSON.
         """
         own = dict(vars(self))
+        own |= own.pop("experts")
         losses = own.pop("set_losses")
         own["val_perplexity"] = None if self.val_loss is None else perplexity(self.val_loss)
         for name, loss in losses.items():

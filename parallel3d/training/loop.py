@@ -252,6 +252,7 @@ class TrainingLoop:
             spikes=progress.spikes.spikes,
             rollbacks=progress.spikes.rollbacks,
             skipped_steps=progress.skipped_steps,
+            experts=result.expert_load._asdict() if result.expert_load else {},
         )
         self.start_report()
         self.progress.measured(line)

@@ -233,4 +233,6 @@ def tensors_of(trainer: Trainer) -> dict[str, Tensor]:
         for kind, tensor in trainer.optimizer.state[parameter.local].items():
             if kind != "step":
                 state[f"optimizer.{kind}.{name}"] = parameter.part.distributed(tensor)
+    if trainer.experts is not None:
+        state |= {f"{MODEL}{name}": bias for name, bias in trainer.experts.biases.items()}
     return state

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from parallel3d.data.loader import WrongId
 from parallel3d.errors import DataError
+from parallel3d.training.expert_load import ExpertLoad
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class StepResult:
         left_out: Reason why the step was skipped, or None. A step that is skipped only to lower the
             loss scale has none.
         spike: Description of a spike in loss or gradient norm, or None.
+        expert_load: Load of the experts, or None for a model without experts.
     """
 
     loss: float
@@ -45,6 +47,7 @@ class StepResult:
     loss_scale: float | None
     left_out: str | None = None
     spike: str | None = None
+    expert_load: ExpertLoad | None = None
 
     @property
     def is_finite(self) -> bool:

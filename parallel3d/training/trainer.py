@@ -30,6 +30,7 @@ from parallel3d.optimizers.build import build_optimizer
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.timeline.recorder import Recorder
+from parallel3d.training.expert_load import ExpertLoads
 from parallel3d.training.guard import Guard
 from parallel3d.training.learning_rate import learning_rate
 from parallel3d.training.loss import MeanLoss
@@ -118,6 +119,10 @@ class Trainer:
         self.stages = [*self.pipeline.stages.values()]
         self.parameters = self.engine.parameters
         self.loss.use_head(stage.module for stage in self.stages)
+        self.experts: ExpertLoads | None = None
+        if recipe.model.experts is not None:
+            modules = [stage.module for stage in self.stages]
+            self.experts = ExpertLoads(modules, self.axes, recipe.parallel.expert_ranks)
         self.optimizer = build_optimizer(self.engine.trained, recipe.optimizer, self.mesh)
         self.guard = Guard(recipe)
         self.outer_loop = OuterLoop()
@@ -202,12 +207,16 @@ class Trainer:
         refuse_no_labels(step, result.tokens, recipe.data.ignore_token_ids)
         name_cause = partial(describe_nonfinite, loss, self.parameters, recipe.parallel, self.mesh)
         result, progress = self.guard.check(step, result, self.progress, name_cause)
+        if self.experts is not None:
+            result = replace(result, expert_load=self.experts.collect(self.device))
         if not result.is_skipped:
             limit = recipe.train.grad_clip or math.inf
             with phase("optimizer"):
                 clip = min(1.0, limit / (result.own_norm + 1e-6))
                 self.engine.scale_gradients(result.factor * clip)
                 self.optimizer.step()
+            if self.experts is not None:
+                self.experts.balance()
         self.outer_loop.after_step(step, is_last=False)
         self.engine.publish()
         self.engine.clear_gradients()
