@@ -63,15 +63,15 @@ def dispatch(x: Tensor, per_token: int, way: Route, axis: Axis) -> Tensor:
     return permuted(arrived, way.arrival)
 
 
-def combine(y: Tensor, per_token: int, way: Route, axis: Axis) -> Tensor:
-    """Returns the results [tokens, per_token, hidden] of this rank's tokens.
+def combine(y: Tensor, way: Route, axis: Axis) -> Tensor:
+    """Returns the results [tokens * per_token, hidden] of this rank's tokens.
 
     y holds the results of this rank's experts, in the order of `dispatch`.
     """
     if way.arrival is not None:
         back = permuted(y, inverse(way.arrival))
         y = outside_graph(_Exchange.apply, back, way.received, way.sent, axis)
-    return permuted(y, inverse(way.order)).unflatten(0, (-1, per_token))
+    return permuted(y, inverse(way.order))
 
 
 def inverse(order: Tensor) -> Tensor:

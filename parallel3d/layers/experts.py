@@ -101,7 +101,7 @@ class ParallelExperts(ParallelModule):
         if is_split:
             tokens = scatter_to_region(tokens, self.axis, 0)
         chosen, weights = self.router(tokens)
-        results = self.experts(tokens, chosen)  # [T, k, D]
+        results = self.experts(tokens, chosen).unflatten(0, chosen.shape)  # [T, k, D]
         y = (results * weights.unsqueeze(-1).to(results.dtype)).sum(1)
         if is_split:
             y = gather_from_region(y, self.axis, 0)
@@ -117,7 +117,7 @@ class ParallelExperts(ParallelModule):
 class ExpertWeights(ParallelModule):
     """The experts of a layer that this rank holds.
 
-    Takes x [T, D] and the experts [T, k] of each token. Returns their outputs [T, k, D].
+    Takes x [T, D] and the experts [T, k] of each token. Returns their outputs [T k, D].
 
     Args:
         hidden: Hidden size of the model.
@@ -154,7 +154,7 @@ class ExpertWeights(ParallelModule):
         gate = multiply(rows, "gate")
         up = multiply(rows, "up")
         y = multiply(self.pointwise(gate, up, F.silu), "down")
-        return combine(y, k, way, self.axis)
+        return combine(y, way, self.axis)
 
     def _multiply(self, x: Tensor, name: str, counts: Sequence[int] | Tensor) -> Tensor:
         weight = getattr(self, name)

@@ -44,7 +44,7 @@ class ExpertLoads:
                     self.routers[name] = part
         self._axes = axes
         self._ranks = ranks
-        self._loads: list[Tensor] = []
+        self.loads: dict[str, Tensor] = {}  # Load of each router in the last step.
 
     def collect(self, device: torch.device) -> ExpertLoad:
         """Sums the loads of the step over the mesh. Collective.
@@ -57,7 +57,7 @@ class ExpertLoads:
         if self.routers:
             own = torch.stack([router.take_load().to(device) for router in self.routers.values()])
             loads = all_reduce_over(within, own)
-            self._loads = [*loads]
+            self.loads = dict(zip(self.routers, loads, strict=True))
             by_rank = loads.unflatten(1, (self._ranks, -1)).sum(2)
             shares = [
                 each.double() / each.double().mean(1, keepdim=True) for each in (loads, by_rank)
@@ -68,8 +68,8 @@ class ExpertLoads:
 
     def balance(self) -> None:
         """Moves the biases of the routers by the loads of the step."""
-        for router, load in zip(self.routers.values(), self._loads, strict=True):
-            router.balance(load)
+        for name, router in self.routers.items():
+            router.balance(self.loads[name])
 
     @property
     def biases(self) -> dict[str, Tensor]:
