@@ -22,19 +22,23 @@ from torch.distributed import DeviceMesh
 from torch.nn import functional as F
 
 from parallel3d import engine
+from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.rules import Column, Rules
 from parallel3d.data.loader import Batch
-from parallel3d.layers import context, norm
+from parallel3d.layers import context, experts, norm, router
+from parallel3d.layers.experts import ExpertWeights
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import ParameterSpec
 from parallel3d.layers.positions import RotaryEmbedding
+from parallel3d.layers.router import Router
 from parallel3d.layers.sequence import SequencePart
 from parallel3d.mesh import Axis
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe
+from parallel3d.sharding.optimizer_parts import OptimizerPart
 from parallel3d.tools.check_layout.compare import LayoutComparison, compare
 from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.model import ModelCheck, record_model
@@ -155,6 +159,34 @@ def chunks_in_rank_order(
     return torch.cat(parts, dim, out=out)
 
 
+def without_experts(self: engine.Engine) -> Tensor:
+    trained = self.trained
+    self.trained = [p for p in trained if p.spec.stacked == 1]
+    square = SQUARED_NORM(self)
+    self.trained = trained
+    return square
+
+
+def biased_weights(self: Router, x: Tensor) -> tuple[Tensor, Tensor]:
+    chosen, weights = ROUTE(self, x)
+    assert self.bias is not None
+    return chosen, weights + self.bias[chosen]
+
+
+def reversed_results(*args: Any) -> Tensor:
+    return COMBINE(*args).flip(0)
+
+
+def experts_of_rank_0(self: OptimizerPart, local: Tensor) -> Tensor:
+    if isinstance(self._find.args[0], ExpertWeights):  # type: ignore[attr-defined]
+        dist.broadcast(local, 0)
+    return DISTRIBUTED(self, local)
+
+
+ADD_PRODUCT = experts.add_product
+ROUTE = Router.forward
+COMBINE = experts.combine
+DISTRIBUTED = OptimizerPart.distributed
 LAYER_NORM = nn.LayerNorm.forward
 ROTATE = RotaryEmbedding.forward
 TRAIN_STEP = Trainer.train_step
@@ -178,6 +210,17 @@ PATCHES: dict[str, tuple[object, str, object]] = {
         lambda self: 2 * SQUARED_NORM(self),
     ),
     "chunks in another order": (SequencePart, "joined", chunks_in_rank_order),
+    "router's gradient not summed over tp": (router, "ParameterSpec", whole_gradient),
+    "experts' gradients times ep": (
+        experts,
+        "add_product",
+        lambda total, grad, x: ADD_PRODUCT(total, 2 * grad, x),
+    ),
+    "experts missing from the norm": (engine.Engine, "squared_norm", without_experts),
+    "loads counted again in a recompute": (router, "is_in_backward", lambda: False),
+    "bias in the weight": (Router, "forward", biased_weights),
+    "results in another order": (experts, "combine", reversed_results),
+    "one rank's experts saved for all": (OptimizerPart, "distributed", experts_of_rank_0),
     "loss divided by local tokens": (
         MeanLoss,
         "__call__",
@@ -239,12 +282,15 @@ GPT = {
     "attention_dropout": 0.1,
 }
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
+MIXTURE = {"experts": ExpertsConfig(count=8, per_token=2, hidden=96, bias_rate=0.01)}
 
 
 LAYOUTS = [
     ("quickstart", {**SEQUENCE, "tied": True}),
     ("quickstart", {"pp": 2, "tied": True}),
     ("quickstart", {"cp": 2, **SEQUENCE}),
+    ("quickstart", {**SEQUENCE, "dp_shard": 2, "ep": 4, "model": MIXTURE}),
+    ("quickstart", {"tp": 2, "pp": 2, "recompute": "full", "model": MIXTURE}),
     ("quickstart", {"cp": 2, "pp": 2, "model": GPT}),
     ("quickstart", {"dp_replicate": 2, "dp_shard": 2, "recompute": "full"}),
     # The others' models are one of two when they are shrunk.
@@ -287,6 +333,7 @@ def test_a_planted_fault_is_named(checked: Callable) -> None:
     sequence_parallel = small("quickstart", **SEQUENCE)
     tied = small("quickstart", pp=2, tied=True)
     split = small("quickstart", cp=2)
+    mixture = small("quickstart", dp_shard=2, ep=2, model=MIXTURE)
     faults = {
         "weights cut in the wrong order": (small("quickstart", tp=2), 0, "initial weight"),
         "output doubled": (toy(tp=2), 1, "output of blocks.0.norm"),
@@ -300,6 +347,21 @@ def test_a_planted_fault_is_named(checked: Callable) -> None:
         "norm counts a number cp times": (split, 1, "gradient norm"),
         "chunks in another order": (split, 1, "output of layers.0.attention"),
         "loss divided by local tokens": (split, 1, "loss"),
+        "router's gradient not summed over tp": (
+            small("quickstart", tp=2, model=MIXTURE),
+            1,
+            "gradient of layers.1.mlp.router.weight",
+        ),
+        "experts' gradients times ep": (mixture, 1, "gradient of layers.1.mlp.experts.down"),
+        "experts missing from the norm": (mixture, 1, "gradient norm"),
+        "loads counted again in a recompute": (
+            small("quickstart", tp=2, recompute="full", model=MIXTURE),
+            1,
+            "load of layers.0.mlp.router",
+        ),
+        "bias in the weight": (mixture, 2, "output of layers.0.mlp"),
+        "results in another order": (mixture, 1, "output of layers.0.mlp"),
+        "one rank's experts saved for all": (mixture, 0, "initial weight of layers.0.mlp.experts"),
     }
     assert faults.keys() == PATCHES.keys()
     for fault, (job, step, what) in faults.items():

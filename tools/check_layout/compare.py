@@ -15,18 +15,22 @@ from parallel3d.layers.sequence import SequencePart
 from parallel3d.mesh import SPLIT_SEQUENCES, Axis, Role, dp_rank
 from parallel3d.tools.check_layout.data import Array, TrainingRecord, Views
 
-What = Literal["initial weight", "output", "loss", "gradient", "gradient norm", "parameter"]
+What = Literal[
+    "initial weight", "choice", "output", "loss", "gradient", "gradient norm", "parameter", "load"
+]
 
 # Largest allowed differences, relative to a tensor's largest entry, or for parameters to the
 # largest update. Correct layouts differ by up to 1e-6 (losses and norms 2e-7, parameters 1e-4),
 # because they sum in a different order. The mildest fault in the tests changes a norm by 1.5e-4.
 LIMITS: dict[What, float] = {
     "initial weight": 1e-6,
+    "choice": 1e-5,
     "output": 1e-4,
     "loss": 2e-6,
     "gradient": 1e-4,
     "gradient norm": 2e-6,
     "parameter": 1e-2,
+    "load": 0.0,
 }
 # Differences of very small tensors are relative to this fraction of the largest entry or update of
 # any tensor.
@@ -39,6 +43,10 @@ _CAUSES: dict[What, str] = {
     "initial weight": (
         "weights are initialized with the shape of a rank's shard, or from a generator that "
         "depends on the rank, instead of initializing the full weight and then sharding it"
+    ),
+    "choice": (
+        "all earlier outputs agree, so check the router: its precision, the order of equal "
+        "scores, a bias that differs between ranks. The size is the margin between the scores"
     ),
     "output": (
         "all earlier outputs agree, so check this module: a missing or duplicate sum over tp, a "
@@ -59,6 +67,10 @@ _CAUSES: dict[What, str] = {
     "parameter": (
         "the gradients agree: the optimizer updates a different tensor than the model uses, or "
         "uses a different weight decay, learning rate or clipping"
+    ),
+    "load": (
+        "the choices agree: tokens of an expert are counted on several ranks, again in a "
+        "recomputation, or not summed over the mesh"
     ),
 }
 
@@ -115,14 +127,18 @@ def _sizes_of_all(
     yield 0, "initial weight", _sizes(alone.initial, layout.initial)
     before = alone.start
     for step, (reference, ours) in enumerate(zip(alone.steps, layout.steps, strict=True), 1):
-        outputs: Sizes = {}
-        for name, views in reference.activations.items():
+        for name, views in reference.activations.items():  # In the order of computation.
+            what: What = "choice" if name in reference.loads else "output"
+            sizes: Sizes = {}
             for rank, array in ours.activations.get(name, {}).items():
                 part = expected_part(views[0], array.shape, rank, layout.parallel)
-                if part is not None:
+                if part is not None and what == "choice":
+                    token, margin = _first_other_choice(part, array)
+                    sizes.setdefault(f"{name}, token {token}", {})[rank] = margin
+                elif part is not None:
                     scale = _largest(views[0]) or 1.0
-                    outputs.setdefault(name, {})[rank] = _distance(array, part, scale)
-        yield step, "output", outputs
+                    sizes.setdefault(name, {})[rank] = _distance(array, part, scale)
+            yield step, what, sizes
         yield step, "loss", _of_numbers(ours.loss, reference.loss)
         # A gradient that exists only in the layout, such as that of a frozen parameter, must be
         # zero.
@@ -132,6 +148,7 @@ def _sizes_of_all(
         yield step, "gradient", dict(reversed(gradients.items()))
         yield step, "gradient norm", _of_numbers(ours.grad_norm, norm_of(ours.gradients))
         yield step, "parameter", _sizes(reference.parameters, ours.parameters, before)
+        yield step, "load", _sizes(reference.loads, ours.loads)
         before = reference.parameters
 
 
@@ -202,6 +219,18 @@ def expected_part(
         elif shape[dim] != part.shape[dim]:
             return None
     return part
+
+
+def _first_other_choice(expected: Array, own: Array) -> tuple[int, float]:
+    """Returns the first token with other experts than in one process, and its margin there.
+
+    Both arrays are those of `record.choices_of`. The margin is 0 if no choice differs by more than
+    the limit.
+    """
+    wanted, found = (each.reshape(-1, each.shape[-1]) for each in (expected, own))
+    differs = (wanted[:, :-1] != found[:, :-1]).any(1) & (wanted[:, -1] > LIMITS["choice"])
+    token = int(differs.argmax())
+    return token, float(wanted[token, -1]) if differs.any() else 0.0
 
 
 def _distance(ours: Array, reference: Array, scale: float, allowed: float = 0.0) -> float:

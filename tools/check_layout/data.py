@@ -26,6 +26,7 @@ class StepRecord:
     activations: Views
     gradients: Views
     parameters: Views  # Parameters after the step.
+    loads: Views = field(default_factory=dict)  # Tokens of each expert, by router.
 
 
 @dataclass

@@ -102,7 +102,7 @@ def record_model(job: ModelCheck) -> TrainingRecord:
         gradients = gradients_of(parameters)
         optimizer.step()
         optimizer.zero_grad()
-        return float(total), norm_of(gradients), gradients
+        return float(total), norm_of(gradients), gradients, {}
 
     record_steps(record, [model], parameters, train_step, job.steps)
     return record

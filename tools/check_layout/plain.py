@@ -22,11 +22,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from parallel3d.config.recipe import OptimizerConfig, ParallelConfig, Recipe
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.layers.parameter import initialize
+from parallel3d.layers.router import Router
 from parallel3d.models import model_class
 from parallel3d.optimizers.build import is_hidden_matrix
 from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.record import (
     TrainedStep,
+    collect,
     gradients_of,
     random_batches,
     record_steps,
@@ -62,6 +64,7 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
         if is_hidden_matrix(name, owner, parameter.ndim):
             matrices.append(parameter)
     optimizers = plain_optimizers(model, config, matrices)
+    routers = {name: part for name, part in model.named_modules() if isinstance(part, Router)}
 
     def rate(step: int) -> float:
         return learning_rate(config, step + 1, train.steps) / config.lr
@@ -94,7 +97,10 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 optimizer.step()
                 scheduler.step()
-        return loss.item(), norm.item(), gradients
+        loads = {name: router.take_load() for name, router in routers.items()}
+        for name, router in routers.items():
+            router.balance(loads[name])
+        return loss.item(), norm.item(), gradients, collect(loads.items())
 
     record_steps(record, [model], parameters, train_step, train.steps, whole_steps)
     return record

@@ -10,6 +10,7 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -17,14 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.convert.parallel_modules import PackedColumnParallel
 from parallel3d.data.loader import BatchLoader
 from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.layers import linear, loss
+from parallel3d.layers.collectives import gather
+from parallel3d.layers.experts import ParallelExperts
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import shard_like
+from parallel3d.layers.router import Router
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.sharding.optimizer_parts import LocalParameter
@@ -38,7 +43,8 @@ from parallel3d.training.worker import training_loader
 JITTER = 0.02
 
 
-TrainedStep = tuple[float, float, Views]  # (loss, gradient norm, gradients)
+# (loss, gradient norm, gradients, load of each expert by router)
+TrainedStep = tuple[float, float, Views, Views]
 
 
 def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRecord:
@@ -77,7 +83,8 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
         trainer.loss.chunk_tokens = chunk_tokens if step % 2 else None
         trainer.loss.use_head(modules)
         result = trainer.train_step(loader.batch(step), observe=keep if is_whole else None)
-        return result.loss, result.grad_norm, collect(gradients)
+        loads = trainer.experts.loads if trainer.experts is not None else {}
+        return result.loss, result.grad_norm, collect(gradients), collect(loads.items())
 
     with (
         mock.patch.object(linear, "FUSED_FROM_ELEMENTS", 0),
@@ -138,9 +145,19 @@ def record_steps(
     """
     outputs: defaultdict[str, list[Tensor]] = defaultdict(list)
 
-    def keep(name: str, module: nn.Module, inputs: object, output: object) -> None:
+    choices: list[Tensor] = []  # Those of a router, until its module returns.
+
+    def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if is_in_backward() or getattr(module, "is_deferred", False):
             return
+        if isinstance(module, Router):
+            choices.append(choices_of(module, *inputs, *output))
+        elif isinstance(module, ParallelExperts):
+            tokens = output.shape[:-1]
+            own = choices.pop()
+            if len(own) < tokens.numel():  # Each tp rank routes a part of the tokens.
+                own = gather(own, module.axis, 0)
+            outputs[f"{name}.router"].append(own.view(*tokens, -1))
         if isinstance(output, Tensor) and output.ndim >= 2:
             outputs[name].append(output.detach().clone())
 
@@ -155,7 +172,7 @@ def record_steps(
     for step in range(steps):
         outputs.clear()
         is_whole = whole_steps is None or step < whole_steps
-        loss, grad_norm, gradients = train_step(step, is_whole)
+        loss, grad_norm, gradients, loads = train_step(step, is_whole)
         record.curve.append((loss, grad_norm))
         if is_whole:
             alike = []
@@ -169,10 +186,27 @@ def record_steps(
                 activations=collect(alike),
                 gradients=gradients,
                 parameters=collect(tensors),
+                loads=loads,
             )
             record.steps.append(kept)
     for hook in hooks:
         hook.remove()
+
+
+@torch.no_grad()
+def choices_of(router: Router, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Returns the experts [tokens, per_token] of each token and, as the last column, the margin.
+
+    The margin is the difference between the scores of the last expert that is chosen and of the
+    first that is not.
+    """
+    scores = F.linear(x.float(), local_tensor(router.get_parameter("weight")).float())
+    scores = scores.softmax(-1) if router.config.score == "softmax" else scores.sigmoid()
+    if router.bias is not None:
+        scores = scores + router.bias
+    ordered = F.pad(scores.sort(descending=True).values, (0, 1), value=-1.0)
+    last = chosen.shape[1]
+    return torch.cat((chosen.float(), (ordered[:, last - 1] - ordered[:, last]).unsqueeze(1)), 1)
 
 
 def plain_name(name: str) -> str:

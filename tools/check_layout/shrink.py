@@ -99,6 +99,14 @@ def _shrink_model(model: ModelConfig, layers: int, hidden: int, shards: int) -> 
     }
     if model.config is not None:
         return with_sizes(model, **sizes)
+    if model.experts is not None:
+        ratio = hidden / model.hidden
+        sizes["experts"] = replace(
+            model.experts,
+            hidden=max(2, round(model.experts.hidden * ratio)),
+            shared_hidden=_up(round(model.experts.shared_hidden * ratio), shards),
+            dense_layers=min(model.experts.dense_layers, layers - 1),
+        )
     return replace(model, name=None, **sizes)
 
 
