@@ -11,11 +11,16 @@ _DATA_PARALLEL = (
     "the data-parallel size is parallel.dp_shard (sharded) x parallel.dp_replicate (replicated); "
     "try parallel.dp_shard=2"
 )
+_NO_BALANCE_LOSS = (
+    "not supported, because it depends on the microbatch; try model.experts.bias_rate=0.001"
+)
 _NO_ADAFACTOR = "removed together with Adafactor; try optimizer.name=adamw"
 _HINTS = {
     "dp": _DATA_PARALLEL,
     "data_parallel_size": _DATA_PARALLEL,
-    "ep": "expert parallelism is not supported yet; try parallel.dp_shard=2",
+    "capacity_factor": "not supported, because other layouts would drop other tokens; remove it",
+    "aux_loss_coef": _NO_BALANCE_LOSS,
+    "router_aux_loss_coef": _NO_BALANCE_LOSS,
     "offload": ("use parallel.offload=true, which keeps sharded states on the CPU"),
     "gradient_accumulation_steps": (
         "computed from train.global_batch_size and parallel.microbatch_size; set those"
@@ -37,6 +42,10 @@ _OTHER_NAMES = {
         "pipeline_model_parallel_size"
     ),
     "parallel.cp": "context_parallel context_parallel_size context_parallel_degree cp_size",
+    "parallel.ep": "expert_parallel_size expert_parallel_degree expert_model_parallel_size",
+    "model.experts.count": "num_experts num_local_experts n_routed_experts moe_num_experts",
+    "model.experts.per_token": "num_experts_per_tok moe_top_k top_k router_topk",
+    "model.experts.hidden": "moe_intermediate_size moe_ffn_hidden_size",
     "parallel.microbatch_size": "micro_batch_size mbs local_batch_size per_device_train_batch_size",
     "parallel.recompute": (
         "activation_checkpoint activation_checkpointing gradient_checkpointing "

@@ -163,7 +163,7 @@ def expert_errors(recipe: Recipe) -> Iterator[str]:
             yield "<parallel.ep>: only used with model.experts; try parallel.ep=null"
         return
     if recipe.model.architecture != "llama":
-        yield "model.experts: only for <model.architecture> = llama; remove experts"
+        yield "model.experts: not supported with <model.architecture>; try model.architecture=llama"
     if experts.per_token > experts.count:
         yield (
             "<model.experts.per_token>: must be at most <model.experts.count>; try "

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 
 from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe
+from parallel3d.data.loader import IGNORED
 from parallel3d.layers import router
 from parallel3d.layers.experts import ParallelExperts
 from parallel3d.layers.gradients import local_tensor
@@ -83,8 +84,13 @@ def case(model: ModelConfig, layout: dict[str, Any], **sections: Any) -> Paramet
     return pytest.param(recipe, id=name)
 
 
+# As many experts as ranks, and all of them for each token.
+ALL = replace(GROUPED, experts=ExpertsConfig(count=4, per_token=4, hidden=24))
 CASES = [case(*each) for each in LAYOUTS]
-CASES += [case(SHARED, {"dp_shard": 4, "ep": 2}, optimizer=MUON)]
+CASES += [
+    case(SHARED, {"dp_shard": 4, "ep": 2}, optimizer=MUON),
+    case(ALL, {"dp_shard": 4, "ep": 4}),
+]
 
 
 Loads = dict[str, list[int]]  # tokens of each expert, by router and step
@@ -136,6 +142,46 @@ def test_layout_trains_as_one_process_does(
         assert curve == ranks[0][0], "the ranks do not agree on what they did"
         assert own_loads.items() <= loads.items(), "tokens have other experts"
     assert_follows(ranks[0][0], reference)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits_choose_nearly_the_same_experts(
+    world: Callable, alone: Callable, precision: Any
+) -> None:
+    settings = {"precision": precision, "seed": 1}
+    apart = replace(MIXTURE, init_std=0.2)  # With the usual weights, most scores are nearly equal.
+    recipe = make_recipe(apart, ParallelConfig(**EP2, microbatch_size=4), **settings)
+    reference, loads = alone(recipe)
+    (curve, own_loads, _), *_ = world(2).run(run, recipe)
+    assert curve[-1][0] == pytest.approx(reference[-1][0], rel=1e-2)
+    moved = sum(
+        abs(a - b)
+        for name, load in own_loads.items()
+        for a, b in zip(load, loads[name], strict=True)
+    )
+    # A token that moves from one expert to another changes two loads.
+    assert moved / 2 < 0.01 * sum(sum(load) for load in loads.values())
+
+
+def without_labels(recipe: Recipe) -> tuple[float, float, list[int]]:
+    """Returns the loss and norm of a step whose first half of the sequences has no labels, and the
+    load of an expert that no token chooses."""
+    trainer = make_trainer(recipe)
+    assert trainer.experts is not None
+    for each in trainer.experts.routers.values():
+        each.bias = torch.tensor([-1e9] + [0.0] * 7)
+    batch = make_loader(recipe, dist.get_rank()).batch(0)
+    batch.labels[: len(batch.labels) // 2] = IGNORED
+    result = trainer.train_step(batch)
+    return result.loss, result.grad_norm, [int(x[0]) for x in trainer.experts.loads.values()]
+
+
+def test_microbatches_without_labels_and_experts_without_tokens(world: Callable) -> None:
+    (alone,) = world(1).run(without_labels, make_recipe(SHARED, ParallelConfig()))
+    ranks = world(2).run(without_labels, make_recipe(SHARED, ParallelConfig(tp=2)))
+    for loss, norm, load in ranks:
+        assert (loss, norm) == pytest.approx(alone[:2], rel=1e-6)
+        assert load == alone[2] == [0, 0]
 
 
 D, F_HIDDEN = 8, 6
