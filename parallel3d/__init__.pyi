@@ -3,6 +3,7 @@
 
 from parallel3d.checkpoint.own_loop import load_checkpoint as load_checkpoint
 from parallel3d.checkpoint.own_loop import save_checkpoint as save_checkpoint
+from parallel3d.config.experts import ExpertsConfig as ExpertsConfig
 from parallel3d.config.load import load_recipe as load_recipe
 from parallel3d.config.recipe import ModelConfig as ModelConfig
 from parallel3d.config.recipe import ParallelConfig as ParallelConfig
@@ -24,6 +25,7 @@ from parallel3d.layers.attention import AttentionOptions as AttentionOptions
 from parallel3d.layers.attention import ParallelAttention as ParallelAttention
 from parallel3d.layers.dropout import Dropout as Dropout
 from parallel3d.layers.dropout import dropout_key as dropout_key
+from parallel3d.layers.experts import ParallelExperts as ParallelExperts
 from parallel3d.layers.linear import ColumnParallelLinear as ColumnParallelLinear
 from parallel3d.layers.linear import RowParallelLinear as RowParallelLinear
 from parallel3d.layers.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy

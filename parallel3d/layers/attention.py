@@ -240,7 +240,10 @@ class ParallelAttention(ParallelModule):
         )
         if part.ranks > 1:
             attend_block = partial(
-                self._attend_block, seq=seq, repeats_heads=kernel.repeats_heads, key=key
+                self._attend_block,
+                seq=seq,
+                repeats_heads=kernel.repeats_heads,
+                key=key,
             )
             attend_own = partial(
                 attend_chunks,
@@ -302,7 +305,12 @@ class ParallelAttention(ParallelModule):
         bias: Tensor | None = None
         if causal:
             bias = self.sequence_part.last_queries_mask(
-                len(queries), len(keys), longest=seq, window=window, repeats=group, like=q
+                len(queries),
+                len(keys),
+                longest=seq,
+                window=window,
+                repeats=group,
+                like=q,
             )
         elif window is not None:
             bias = visible(queries, keys, causal, window, q.device).repeat(group, 1)

@@ -78,7 +78,12 @@ class ParallelExperts(ParallelModule):
         **options: Any,
     ) -> None:
         super().__init__(tp)
-        config = ExpertsConfig(count=count, per_token=per_token, hidden=ffn_hidden, **options)
+        config = ExpertsConfig(
+            count=count,
+            per_token=per_token,
+            hidden=ffn_hidden,
+            **options,
+        )
         context = self.context
         if per_token > count:
             raise ValueError(

@@ -197,7 +197,13 @@ def matrices_of(parameter: LocalParameter, stage: Axis) -> Iterator[Matrix]:
         rows = slice(own.start + offset, own.stop + offset) if own else slice(0, 0)
         split = shards if spec.dim is None else shards * tp
         shape = (height, spec.shape[1])
-        yield Matrix(parameter, shape, parts, rows, math.prod(shape) / split)
+        yield Matrix(
+            parameter,
+            shape,
+            parts,
+            rows,
+            math.prod(shape) / split,
+        )
 
 
 def parts_of_ranks(spec: ParameterSpec, ranks: int, tp: int, shards: int) -> Sequence[SubMatrix]:

@@ -168,7 +168,16 @@ def local_parameters(
         part = data.part(owner, attribute)
         own_axes = experts or axes if isinstance(owner, ExpertWeights) else axes
         is_copy = first not in held
-        found.append(LocalParameter(first, owner, spec, is_copy, part, own_axes))
+        found.append(
+            LocalParameter(
+                first,
+                owner,
+                spec,
+                is_copy,
+                part,
+                own_axes,
+            )
+        )
     return found
 
 

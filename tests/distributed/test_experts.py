@@ -60,18 +60,103 @@ EP2 = {"dp_shard": 2, "ep": 2}
 INTERLEAVED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
 
 LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
-    (MIXTURE, {**EP2}),
-    (SHARED, {"dp_shard": 4, "ep": 4, "sharding": "NO_SHARD"}),
-    (MIXTURE, {"dp_shard": 4, "ep": 2, "sharding": "SHARD_OPTIMIZER", "recompute": "selective"}),
-    (SHARED, {"dp_shard": 4, "ep": 2, "recompute": "full"}),
-    (MIXTURE, {"tp": 2, **EP2}),
-    (SHARED, {"tp": 2, **EP2, "ep": 4, "sequence_parallel": True}),
-    (SHARED, {"pp": 2, **EP2}),
-    (DEEP, {"pp": 2, **EP2, **INTERLEAVED, "recompute": "full"}),
-    (MIXTURE, {"pp": 2, **EP2, "schedule": "zb_h1", "microbatch_size": 2}),
-    (MIXTURE, {"dp_replicate": 2, **EP2}),
-    (MIXTURE, {"cp": 2, "dp_shard": 2, "ep": 4}),
-    (MIXTURE, {"tp": 2, "pp": 2, **EP2, "ep": 4, "microbatch_size": 2}),
+    (
+        MIXTURE,
+        {
+            **EP2,
+        },
+    ),
+    (
+        SHARED,
+        {
+            "dp_shard": 4,
+            "ep": 4,
+            "sharding": "NO_SHARD",
+        },
+    ),
+    (
+        MIXTURE,
+        {
+            "dp_shard": 4,
+            "ep": 2,
+            "sharding": "SHARD_OPTIMIZER",
+            "recompute": "selective",
+        },
+    ),
+    (
+        SHARED,
+        {
+            "dp_shard": 4,
+            "ep": 2,
+            "recompute": "full",
+        },
+    ),
+    (
+        MIXTURE,
+        {
+            "tp": 2,
+            **EP2,
+        },
+    ),
+    (
+        SHARED,
+        {
+            "tp": 2,
+            **EP2,
+            "ep": 4,
+            "sequence_parallel": True,
+        },
+    ),
+    (
+        SHARED,
+        {
+            "pp": 2,
+            **EP2,
+        },
+    ),
+    (
+        DEEP,
+        {
+            "pp": 2,
+            **EP2,
+            **INTERLEAVED,
+            "recompute": "full",
+        },
+    ),
+    (
+        MIXTURE,
+        {
+            "pp": 2,
+            **EP2,
+            "schedule": "zb_h1",
+            "microbatch_size": 2,
+        },
+    ),
+    (
+        MIXTURE,
+        {
+            "dp_replicate": 2,
+            **EP2,
+        },
+    ),
+    (
+        MIXTURE,
+        {
+            "cp": 2,
+            "dp_shard": 2,
+            "ep": 4,
+        },
+    ),
+    (
+        MIXTURE,
+        {
+            "tp": 2,
+            "pp": 2,
+            **EP2,
+            "ep": 4,
+            "microbatch_size": 2,
+        },
+    ),
 ]
 MUON = OptimizerConfig(name="muon", lr=1e-3, min_lr_ratio=1.0, ns_dtype="fp32")
 
