@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.recipe import (
     DataConfig,
     LossScaleConfig,
@@ -176,6 +177,22 @@ def draw(seed: int) -> Case:
     is_even = parallel.dp_shard % 2 == 0 and seq_len % (4 * parallel.tp) == 0
     if is_even and random.random() < 0.7:
         parallel = replace(parallel, dp_shard=parallel.dp_shard // 2, cp=2)
+    if model.architecture == "llama" and random.random() < 0.3:
+        shared = parallel.tp * random.choice([0, 8])
+        own = ExpertsConfig(
+            count=12,
+            per_token=random.choice([1, 2, 3]),
+            hidden=random.choice([8, 12]),
+            shared_hidden=shared,
+            shared_gate=shared > 0 and random.random() < 0.5,
+            dense_layers=random.choice([0, 1]),
+            score=random.choice(["softmax", "sigmoid"]),  # type: ignore[arg-type]
+            bias_rate=random.choice([0.0, 0.001]),
+        )
+        model = replace(model, experts=own, init_std=0.2)
+        ranks = parallel.dp_shard * parallel.cp * parallel.tp
+        sizes = [n for n in divisors(ranks) if n % parallel.tp == 0 and 12 % n == 0]
+        parallel = replace(parallel, ep=random.choice([None, *sizes]))
     recipe = Recipe(
         model=model,
         train=train,
