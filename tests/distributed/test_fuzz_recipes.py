@@ -177,7 +177,8 @@ def draw(seed: int) -> Case:
     is_even = parallel.dp_shard % 2 == 0 and seq_len % (4 * parallel.tp) == 0
     if is_even and random.random() < 0.7:
         parallel = replace(parallel, dp_shard=parallel.dp_shard // 2, cp=2)
-    if model.architecture == "llama" and random.random() < 0.3:
+    # In 16 bits, tokens between two experts choose another one than in float32.
+    if precision == "fp32" and model.architecture == "llama" and random.random() < 0.3:
         shared = parallel.tp * random.choice([0, 8])
         own = ExpertsConfig(
             count=12,
