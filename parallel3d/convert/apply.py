@@ -31,9 +31,9 @@ from parallel3d.convert.check import Example, checked
 from parallel3d.convert.families import rules_of
 from parallel3d.convert.parallel_modules import (
     ColumnParallel,
+    ConvertedExperts,
     EnterRegion,
     PackedColumnParallel,
-    ParallelExperts,
     Replicated,
     RowParallel,
     ScatterSequence,
@@ -277,7 +277,7 @@ def _choose_split(plan: ModulePlan, styles: Mapping[str, Style]) -> None:
         case SplitExperts():
             count = plan.count("num_experts", module)
             plan.check_divides(count, "experts")
-            plan.parallel_class = ParallelExperts
+            plan.parallel_class = ConvertedExperts
             plan.dims = dict.fromkeys(plan.dims, 0)
             # Hugging Face models read this attribute.
             settings |= {"count": count, "_is_expert_parallel": True}

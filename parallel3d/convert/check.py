@@ -21,7 +21,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from parallel3d.convert.parallel_modules import ParallelExperts
+from parallel3d.convert.parallel_modules import ConvertedExperts
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import Axis
 from parallel3d.torch_private import tree_iter
@@ -184,7 +184,9 @@ def _recording(module: nn.Module, trace: Trace) -> Iterator[None]:
     module becomes a RuntimeError that names the innermost module.
     """
     names = {part: name for name, part in module.named_modules()}
-    experts = tuple(f"{name}." for part, name in names.items() if isinstance(part, ParallelExperts))
+    experts = tuple(
+        f"{name}." for part, name in names.items() if isinstance(part, ConvertedExperts)
+    )
     inside: list[str] = []
 
     def enter(part: nn.Module, inputs: Any) -> None:

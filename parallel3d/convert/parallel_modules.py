@@ -132,7 +132,7 @@ class Replicated(ShardedModule):
         return self.partial_gradient
 
 
-class ParallelExperts(Replicated):
+class ConvertedExperts(Replicated):
     """Experts of a mixture of experts, split over ranks.
 
     Inputs are tokens [T, D], and the global expert indices and routing weights [T, k] of each
