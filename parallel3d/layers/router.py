@@ -12,7 +12,7 @@ tokens than the mean, and lowers the others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 
@@ -87,10 +87,12 @@ class Router(ParallelModule):
         is_partial = self.axis.size > 1
         spec = ParameterSpec(shape, None, self.context.init, partial_gradient=is_partial)
         self.add_parameter("weight", spec)
-        # Not on the meta device, because no checkpoint may exist that fills it.
-        self.bias = torch.zeros(config.count, device="cpu") if config.bias_rate else None
+        # On the CPU, because nothing would fill a buffer on the meta device.
+        bias = torch.zeros(config.count, device="cpu") if config.bias_rate else None
+        self.register_buffer("bias", bias)
         # Tokens of each expert since the last `take_load`, on this rank.
-        self.load = torch.zeros(config.count, dtype=torch.int64, device="cpu")
+        load = torch.zeros(config.count, dtype=torch.int64, device="cpu")
+        self.register_buffer("load", load, persistent=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         config = self.config
@@ -99,7 +101,6 @@ class Router(ParallelModule):
         scores = logits.softmax(-1) if config.score == "softmax" else logits.sigmoid()
         ranked = scores.detach()
         if self.bias is not None:
-            self.bias = self.bias.to(x.device)
             ranked = ranked + self.bias
         chosen = choose_experts(ranked, config.per_token)
         if self.training and torch.is_grad_enabled() and not is_in_backward():
@@ -112,12 +113,20 @@ class Router(ParallelModule):
     @torch.no_grad()
     def _count(self, chosen: Tensor) -> None:
         flat = chosen.flatten()
-        self.load = self.load.to(flat.device).scatter_add_(0, flat, torch.ones_like(flat))
+        self.load.scatter_add_(0, flat, torch.ones_like(flat))
 
     def take_load(self) -> Tensor:
         """Returns the number of tokens of each expert on this rank, and restarts the count."""
-        load, self.load = self.load, torch.zeros_like(self.load)
+        load = self.load.clone()
+        self.load.zero_()
         return load
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        bias = self.bias
+        super()._apply(fn, recurse)
+        if bias is not None and self.bias is not None:  # float32 in every precision
+            self.bias = bias.to(self.bias.device)
+        return self
 
     @torch.no_grad()
     def balance(self, load: Tensor) -> None:
