@@ -2,14 +2,15 @@
 
 A tensor of a Hugging Face model corresponds to one parameter of parallel3d, or to several that are
 stacked along their first dim, and can be transposed. For example, GPT-2 packs q, k and v, and its
-Conv1D stores matrices as [in, out].
+Conv1D stores matrices as [in, out]. In a mixture of experts, it is the matrix of one expert, which
+parallel3d stacks in one parameter.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from parallel3d.config.hugging_face import family_of
 from parallel3d.config.recipe import ModelConfig
@@ -23,16 +24,24 @@ HEAD = "lm_head.weight"
 class HfTensor:
     """Tensor of a Hugging Face model, made of parallel3d parameters of equal shape.
 
-    The parameters are stacked along their first dim, then transposed if `transposed`.
+    The parameters are stacked along their first dim, then transposed if `transposed`. If they stack
+    the matrices of `experts` experts, the tensor has only the rows of the one with index `expert`.
     """
 
     name: str
     parameters: tuple[str, ...]
     transposed: bool = False
+    expert: int = 0
+    experts: int = 1
+
+    def rows(self, parameter_rows: int) -> range:
+        """Returns the rows of each parameter that this tensor has, given their total number."""
+        each = parameter_rows // self.experts
+        return range(self.expert * each, (self.expert + 1) * each)
 
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of this tensor, given the shape of one of its parameters."""
-        stacked = (parameter[0] * len(self.parameters), *parameter[1:])
+        stacked = (len(self.rows(parameter[0])) * len(self.parameters), *parameter[1:])
         return stacked[::-1] if self.transposed else stacked
 
 
@@ -41,7 +50,8 @@ class NamesTable:
     """Tensors of a model family: `first` before the blocks, `block` in each, `last` after them.
 
     `base` is the prefix of all names except that of the head. Files saved without a head lack it.
-    Names in `block` are relative to `<blocks>.<index>`.
+    Names in `block` are relative to `<blocks>.<index>`. In a block with experts, `experts` replaces
+    the tensors of the MLP. A name with {} stands for one tensor per expert.
     """
 
     base: str
@@ -49,12 +59,14 @@ class NamesTable:
     first: list[HfTensor]
     block: list[HfTensor]
     last: list[HfTensor]
+    experts: list[HfTensor] = field(default_factory=list)
 
 
 def _named(names: dict[str, str], *, transposed: bool = False) -> list[HfTensor]:
     return [HfTensor(theirs, (ours,), transposed) for ours, theirs in names.items()]
 
 
+_MLP = ("gate", "up", "down")
 _LLAMA = NamesTable(
     base="model.",
     blocks="model.layers",
@@ -65,7 +77,7 @@ _LLAMA = NamesTable(
             "attention_norm.weight": "input_layernorm.weight",
             **{f"attention.{x}.weight": f"self_attn.{x}_proj.weight" for x in "qkvo"},
             "mlp_norm.weight": "post_attention_layernorm.weight",
-            **{f"mlp.{x}.weight": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+            **{f"mlp.{x}.weight": f"mlp.{x}_proj.weight" for x in _MLP},
         }
     ),
 )
@@ -99,13 +111,38 @@ _GPT2 = NamesTable(
     ),
     block=_GPT2_BLOCK,
 )
+_QWEN_EXPERTS = _named(
+    {
+        "mlp.router.weight": "mlp.gate.weight",
+        **{f"mlp.experts.{x}": f"mlp.experts.{{}}.{x}_proj.weight" for x in _MLP},
+    }
+)
+_SHARED = _named(
+    {
+        **{f"mlp.shared.{x}.weight": f"mlp.shared_expert.{x}_proj.weight" for x in _MLP},
+        "mlp.shared_gate": "mlp.shared_expert_gate.weight",
+    }
+)
+_MIXTRAL_EXPERTS = _named(
+    {
+        "mlp.router.weight": "block_sparse_moe.gate.weight",
+        "mlp.experts.gate": "block_sparse_moe.experts.{}.w1.weight",
+        "mlp.experts.up": "block_sparse_moe.experts.{}.w3.weight",
+        "mlp.experts.down": "block_sparse_moe.experts.{}.w2.weight",
+    }
+)
+_QWEN2 = replace(_LLAMA, block=_LLAMA.block + _QWEN2_BIASES)
+_QWEN3 = replace(_LLAMA, block=_LLAMA.block + _QWEN3_NORMS)
 # Keyed by `model_type` of config.json.
 NAMES = {
     "gpt2": _GPT2,
     "llama": _LLAMA,
     "mistral": _LLAMA,
-    "qwen2": replace(_LLAMA, block=_LLAMA.block + _QWEN2_BIASES),
-    "qwen3": replace(_LLAMA, block=_LLAMA.block + _QWEN3_NORMS),
+    "mixtral": replace(_LLAMA, experts=_MIXTRAL_EXPERTS),
+    "qwen2": _QWEN2,
+    "qwen2_moe": replace(_QWEN2, experts=_QWEN_EXPERTS + _SHARED),
+    "qwen3": _QWEN3,
+    "qwen3_moe": replace(_QWEN3, experts=_QWEN_EXPERTS),
 }
 
 
@@ -124,7 +161,18 @@ def hf_tensors(model: ModelConfig, names: Iterable[str]) -> Iterator[HfTensor]:
     table = NAMES[family_of(model)]
     yield from table.first
     for index in range(model.layers):
-        for each in table.block:
+        block = _expert_block(model, table) if model.has_experts(index) else table.block
+        for each in block:
             ours = tuple(f"layers.{index}.{name}" for name in each.parameters)
-            yield HfTensor(f"{table.blocks}.{index}.{each.name}", ours, each.transposed)
+            yield replace(each, name=f"{table.blocks}.{index}.{each.name}", parameters=ours)
     yield from table.last[:-1] if model.tied_embeddings else table.last
+
+
+def _expert_block(model: ModelConfig, table: NamesTable) -> Iterator[HfTensor]:
+    """Yields the tensors of a block with experts."""
+    assert model.experts is not None
+    yield from (each for each in table.block if not each.parameters[0].startswith("mlp."))
+    for each in table.experts:
+        count = model.experts.count if "{}" in each.name else 1
+        for index in range(count):
+            yield replace(each, name=each.name.format(index), expert=index, experts=count)

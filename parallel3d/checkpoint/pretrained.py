@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
+from collections import ChainMap, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,15 +40,17 @@ def load_pretrained(parameters: Sequence[LocalParameter], model: ModelConfig, fo
         refuse_another_model(folder, model, ChainMap(*everyone))
 
     def read() -> None:
-        places: dict[str, tuple[HfTensor, int]] = {}
+        sources: dict[str, list[HfTensor]] = defaultdict(list)
         for each in hf_tensors(model, shapes):
-            places |= {name: (each, at) for at, name in enumerate(each.parameters)}
+            for name in each.parameters:
+                sources[name].append(each)
         try:
             stored = _open(folder, model)
             for own in parameters:
-                tensor, at = places[own.name]
                 tp = own.axes[Role.SPLIT_TENSORS]
-                own.part.initialize(partial(_part, stored[tensor.name], tensor, at, own.spec, tp))
+                own.part.initialize(
+                    partial(_part, stored, sources[own.name], own.name, own.spec, tp)
+                )
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: cannot be read: {error}") from error
 
@@ -97,16 +99,26 @@ def _open(folder: Path, model: ModelConfig) -> dict[str, Any]:
 
 
 def _part(
-    stored: Any, tensor: HfTensor, at: int, spec: ParameterSpec, tp: Axis, shards: Axis
+    stored: dict[str, Any],
+    sources: list[HfTensor],
+    name: str,
+    spec: ParameterSpec,
+    tp: Axis,
+    shards: Axis,
 ) -> Tensor:
-    """Reads a rank's shard of a parameter as float32.
-
-    `at` is the index of the parameter in `tensor.parameters`.
-    """
+    """Reads a rank's shard of a parameter as float32. `sources` have its rows, in order."""
     rows, columns = spec.box(tp, shards)
-    before = at * spec.shape[0]
-    index = [slice(before + rows.start, before + rows.stop), slice(columns.start, columns.stop)]
-    index = index[: len(spec.shape)]
-    if tensor.transposed:
-        return read_slice(stored, index[::-1], torch.float32).t()
-    return read_slice(stored, index, torch.float32)
+    parts: list[Tensor] = []
+    for tensor in sources:
+        held = tensor.rows(spec.shape[0])
+        start, stop = (min(max(row, held.start), held.stop) for row in (rows.start, rows.stop))
+        if parts and start == stop:
+            continue
+        before = tensor.parameters.index(name) * len(held) - held.start
+        index = [slice(before + start, before + stop), slice(columns.start, columns.stop)]
+        index = index[: len(spec.shape)]
+        if tensor.transposed:
+            parts.append(read_slice(stored[tensor.name], index[::-1], torch.float32).t())
+        else:
+            parts.append(read_slice(stored[tensor.name], index, torch.float32))
+    return torch.cat(parts)

@@ -20,8 +20,10 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from parallel3d.checkpoint.manifest import MANIFEST_FILE, read_manifest
+from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.hugging_face import (
     config_of,
     from_hugging_face,
@@ -49,6 +51,8 @@ _SAME = [
 _UNRELATED = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 # Properties of ModelConfig that a run may change.
 _MAY_DIFFER = ["norm_eps", "rope_theta", "rope_scaling", "window"]
+# Router biases start from 0, because files do not have them.
+_EXPERTS = [f"experts.{key}" for key in ExpertsConfig.__dataclass_fields__ if key != "bias_rate"]
 # Recipe keys of the properties that have a different name.
 _KEYS = {"key_value_heads": "kv_heads", "head_size": "head_dim"}
 
@@ -151,9 +155,9 @@ def check_start(start: Path, model: ModelConfig) -> list[str]:
     theirs = from_hugging_face(config, path)
     errors = [*left_out(config, path)]
     notes = list[str]()
-    for name in (*_SAME, *_MAY_DIFFER):
-        there = shown(getattr(theirs, name))
-        here = shown(getattr(model, name))
+    experts = ["experts"] if theirs.experts is None else _EXPERTS
+    for name in (*_SAME, *_MAY_DIFFER, *experts):
+        there, here = (shown(_value(each, name)) for each in (theirs, model))
         if there != here:
             key = f"model.{_KEYS.get(name, name)}"
             words = f"{key} = {here}: the weights in {start} have {there}"
@@ -164,6 +168,11 @@ def check_start(start: Path, model: ModelConfig) -> list[str]:
     if errors:
         raise ConfigError("\n".join(errors))
     return notes
+
+
+def _value(model: ModelConfig, name: str) -> Any:
+    section, _, key = name.rpartition(".")
+    return getattr(getattr(model, section) if section else model, key, None)
 
 
 def check_manifests(checkpoints: Sequence[Path]) -> None:

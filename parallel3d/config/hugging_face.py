@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.recipe import ModelConfig, Recipe, RopeScaling, TrainConfig
-from parallel3d.config.rules_layout import SCALING_KEYS, model_errors
+from parallel3d.config.rules_layout import SCALING_KEYS, expert_errors, model_errors
 from parallel3d.config.schema import range_errors, read
 from parallel3d.config.yaml_text import read_short, shown
 from parallel3d.errors import ConfigError
@@ -38,20 +40,40 @@ _LLAMA = {
     "init_std": "initializer_range",
     "tied_embeddings": "tie_word_embeddings",
 }
+_QWEN_EXPERTS = {
+    "experts.count": "num_experts",
+    "experts.per_token": "num_experts_per_tok",
+    "experts.hidden": "moe_intermediate_size",
+    "experts.normalize": "norm_topk_prob",
+}
+# Keys of each family with experts. The name in a recipe -> key of config.json.
+_MIXTURES = {
+    "mixtral": {
+        "experts.count": "num_local_experts",
+        "experts.per_token": "num_experts_per_tok",
+        "experts.hidden": "intermediate_size",
+    },
+    "qwen2_moe": _QWEN_EXPERTS | {"experts.shared_hidden": "shared_expert_intermediate_size"},
+    "qwen3_moe": _QWEN_EXPERTS,
+}
 # Defaults of Hugging Face Transformers for missing keys.
 _DEFAULTS = {
     "layer_norm_epsilon": 1e-5,
     "rms_norm_eps": 1e-6,
     "initializer_range": 0.02,
     "rope_theta": 10_000.0,
+    "norm_topk_prob": False,
 }
 # Class of a Hugging Face model, keyed by `model_type`.
 CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "mixtral": "MixtralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 _LONGEST = "max_position_embeddings"
 _ORIGINAL = f"original_{_LONGEST}"
@@ -78,6 +100,7 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "scale_attn_by_inverse_layer_idx": (False,),
     "hidden_act": ("silu", "swish"),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "router_jitter_noise": (0,),
 }
 
 
@@ -153,13 +176,16 @@ def from_hugging_face(
     or contradictory. `others` are further families that the caller supports, for the error."""
     kind = str(config.get("model_type", "(not given)"))
     experts = [f" with {key} = {shown(config[key])}" for key in _EXPERTS if config.get(key)]
-    if kind not in CLASSES or experts:
-        known = ", ".join((*CLASSES, *others))
+    if kind not in CLASSES or (experts and kind not in _MIXTURES):
+        known = ", ".join(dict.fromkeys((*CLASSES, *others)))
         raise ConfigError(
-            f"{path}: model_type = {kind}{''.join(experts)}: must be one of {known}, without "
-            "experts"
+            f"{path}: model_type = {kind}{''.join(experts)}: must be one of {known}, and only "
+            f"{', '.join(_MIXTURES)} have experts"
         )
-    said = {**_DEFAULTS, **{key: value for key, value in config.items() if value is not None}}
+    defaults = _DEFAULTS
+    if kind == "mixtral":
+        defaults = {**_DEFAULTS, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
+    said = {**defaults, **{key: value for key, value in config.items() if value is not None}}
     is_gpt = kind == "gpt2"
     said.setdefault("tie_word_embeddings", is_gpt)
     said.setdefault("n_inner", 4 * said.get("n_embd", 0))
@@ -167,11 +193,14 @@ def from_hugging_face(
         said.setdefault("head_dim", 128)
     rope = _rope(said, path)
     keys = _GPT2 if is_gpt else _LLAMA
-    tree = {ours: said.get(theirs) for ours, theirs in keys.items()}
+    tree: dict[str, Any] = {ours: said.get(theirs) for ours, theirs in keys.items()}
+    if kind in _MIXTURES:
+        tree["experts"] = _experts(said, path)
+        keys = keys | _MIXTURES[kind]
     tree |= {
         "architecture": "gpt" if is_gpt else "llama",
-        "qkv_bias": kind == "qwen2",
-        "qk_norm": kind == "qwen3",
+        "qkv_bias": kind in ("qwen2", "qwen2_moe"),
+        "qk_norm": kind in ("qwen3", "qwen3_moe"),
         "window": sliding_window(config) if windowed_layers(config) else None,
         "rope_theta": rope["rope_theta"],
     }
@@ -186,6 +215,31 @@ def from_hugging_face(
         raise ConfigError(f"{path}: {keys.get(ours, ours)} = {fault}")
     check_model(model, str(path))
     return replace(model, head_dim=None) if model.query_hidden == model.hidden else model
+
+
+def _experts(said: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Returns the section `model.experts` for a config.json with its defaults filled in.
+
+    Raises ConfigError unless all layers after the first ones have experts."""
+    kind = said["model_type"]
+    # transformers 5 calls the number of experts num_local_experts in all families.
+    said = {"num_experts": said.get("num_local_experts"), **said}
+    section = {ours.split(".")[1]: said.get(theirs) for ours, theirs in _MIXTURES[kind].items()}
+    dense = said.get("mlp_only_layers")
+    dense_layers = len(dense) if isinstance(dense, list) else 0
+    is_qwen2 = kind == "qwen2_moe"
+    fixed = {
+        "mlp_only_layers": [*range(dense_layers)],
+        "decoder_sparse_step": 1,
+        "qkv_bias": is_qwen2,
+    }
+    for key, value in fixed.items():
+        if said.get(key, value) != value:
+            raise ConfigError(
+                f"{path}: {key} = {shown(said[key])}: a recipe can have experts only in all layers "
+                f"after the first ones, and biases only in qwen2_moe; try {shown(value)}"
+            )
+    return section | {"dense_layers": dense_layers, "shared_gate": is_qwen2}
 
 
 def left_out(config: Mapping[str, Any], path: Path) -> Iterator[str]:
@@ -216,7 +270,8 @@ def check_model(model: ModelConfig, where: str) -> None:
     """Raises ConfigError if the sizes of a model are out of range or contradict each other."""
     check_numbers(model, where)
     train = TrainConfig(steps=1, global_batch_size=1, seq_len=1)
-    for line in model_errors(Recipe(model=model, train=train)):
+    recipe = Recipe(model=model, train=train)
+    for line in (*model_errors(recipe), *expert_errors(recipe)):
         raise ConfigError(f"{where}: {line}")
 
 
@@ -225,25 +280,54 @@ def family_of(model: ModelConfig) -> str:
     ConfigError if no family supports the value of a key.
     """
     is_gpt = model.architecture == "gpt"
-    faults = {
+    faults: dict[str, tuple[bool, object]] = {
         "architecture": (model.is_custom, "llama or gpt"),
         "qk_norm": (model.qk_norm and model.qkv_bias, "false with model.qkv_bias"),
         "kv_heads": (is_gpt and model.key_value_heads != model.heads, model.heads),
         "head_dim": (is_gpt and model.query_hidden != model.hidden, model.hidden // model.heads),
     }
+    if model.experts is not None:
+        faults |= _expert_faults(model, model.experts)
     for key, (is_wrong, only) in faults.items():
         if is_wrong:
-            said = f"model.{key} = {shown(getattr(model, key))}"
+            said = f"model.{key} = {shown(attrgetter(key)(model))}"
             raise ConfigError(
                 f"{said}: no model of transformers supports it; only {only} can be exported"
             )
     if is_gpt:
         return "gpt2"
+    suffix = "" if model.experts is None else "_moe"
     if model.qkv_bias:
-        return "qwen2"
+        return f"qwen2{suffix}"
     if model.qk_norm:
-        return "qwen3"
+        return f"qwen3{suffix}"
+    if model.experts is not None:
+        return "mixtral"
     return "llama" if model.window is None else "mistral"
+
+
+def _expert_faults(model: ModelConfig, experts: ExpertsConfig) -> dict[str, tuple[bool, object]]:
+    """Returns, for each key, whether no family supports its value, and the value that one does."""
+    is_mixtral = not model.qkv_bias and not model.qk_norm
+    has_shared = experts.shared_hidden > 0
+    need = "true" if model.qkv_bias else "false"
+    size = experts.hidden if model.qkv_bias else 0
+    return {
+        "experts.score": (experts.score != "softmax", "softmax"),
+        "experts.scale": (experts.scale != 1, 1.0),
+        "experts.bias_rate": (experts.bias_rate > 0, 0),
+        "experts.shared_hidden": (
+            has_shared != model.qkv_bias,
+            f"{size} with model.qkv_bias = {need}",
+        ),
+        "experts.shared_gate": (experts.shared_gate != has_shared, need),
+        "experts.normalize": (is_mixtral and not experts.normalize, "true without model.qk_norm"),
+        "experts.dense_layers": (
+            is_mixtral and experts.dense_layers > 0,
+            "0 without model.qk_norm",
+        ),
+        "window": (has_shared and model.window is not None, "null with a shared expert"),
+    }
 
 
 def to_hugging_face(
@@ -256,11 +340,11 @@ def to_hugging_face(
     5, because each assumes 10,000 if its own key is missing. Raises ConfigError if no model family
     supports the model."""
     family = family_of(model)
-    keys = _GPT2 if family == "gpt2" else _LLAMA
+    keys = _GPT2 if family == "gpt2" else _LLAMA | _MIXTURES.get(family, {})
     config: dict[str, Any] = {
         "architectures": [CLASSES[family]],
         "model_type": family,
-        **{theirs: getattr(model, ours) for ours, theirs in keys.items()},
+        **{theirs: attrgetter(ours)(model) for ours, theirs in keys.items()},
         "bos_token_id": None,
         "eos_token_id": end_of_text,
         "pad_token_id": None,
@@ -275,6 +359,8 @@ def to_hugging_face(
             "embd_pdrop": model.dropout,
             "resid_pdrop": model.dropout,
         }
+    if model.experts is not None:
+        config["mlp_only_layers"] = [*range(model.experts.dense_layers)]
     scaling = model.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default"}
     longest = seq_len
@@ -307,7 +393,8 @@ def to_hugging_face(
 def sliding_window(config: Mapping[str, Any]) -> int | None:
     """Returns the sliding attention window in tokens, or None for full attention. Qwen models can
     name a window without using it."""
-    is_used = config.get("use_sliding_window", config.get("model_type") not in ("qwen2", "qwen3"))
+    is_qwen = str(config.get("model_type")).startswith(("qwen2", "qwen3"))
+    is_used = config.get("use_sliding_window", not is_qwen)
     window = config.get("sliding_window")
     return int(window) if window and is_used else None
 
@@ -323,6 +410,8 @@ def windowed_layers(config: Mapping[str, Any]) -> int:
         return list(types).count("sliding_attention")
     if kind in ("qwen2", "qwen3"):  # Layers from index `max_window_layers` on have a window.
         return max(0, layers - int(config.get("max_window_layers", 28)))
+    if kind == "qwen2_moe":  # Every other one of the first layers has a window.
+        return (min(layers, int(config.get("max_window_layers", 28))) + 1) // 2
     if kind == "gemma2":  # Every other layer has a window, beginning with the first.
         return (layers + 1) // 2
     # All layers have a window, except every `sliding_window_pattern`-th.

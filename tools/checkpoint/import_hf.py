@@ -71,7 +71,8 @@ def _changed_keys(model: ModelConfig) -> dict[str, Any]:
         value = getattr(model, key.name)
         if value not in (key.default, {}):
             changed[key.name] = value
-    if model.rope_scaling is not None:
-        scaling = asdict(model.rope_scaling).items()
-        changed["rope_scaling"] = {key: value for key, value in scaling if value is not None}
+    for name in ("rope_scaling", "experts"):
+        if name in changed:
+            items = asdict(changed[name]).items()
+            changed[name] = {key: value for key, value in items if value is not None}
     return changed
