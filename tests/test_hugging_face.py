@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from parallel3d.checkpoint.hugging_face import hf_tensors
+from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.hugging_face import (
     family_of,
     from_hugging_face,
@@ -72,6 +73,33 @@ FAMILIES = {
     "gpt2 untied": replace(GPT2, tied_embeddings=False),
 }
 
+EXPERTS = ExpertsConfig(count=6, per_token=2, hidden=48)
+MIXTURES = {
+    "mixtral": replace(LLAMA, experts=EXPERTS, window=7),
+    "qwen2_moe": replace(
+        LLAMA,
+        qkv_bias=True,
+        experts=replace(
+            EXPERTS,
+            shared_hidden=24,
+            shared_gate=True,
+            dense_layers=2,
+        ),
+    ),
+    "qwen3_moe": replace(
+        LLAMA,
+        qk_norm=True,
+        head_dim=12,
+        window=7,
+        tied_embeddings=True,
+        experts=replace(
+            EXPERTS,
+            hidden=20,
+            normalize=False,
+        ),
+    ),
+}
+
 
 def config_json(model: ModelConfig) -> dict[str, Any]:
     return to_hugging_face(model, seq_len=SEQ_LEN, dtype="float32", end_of_text=5)
@@ -111,12 +139,12 @@ def test_each_table_has_all_parameters_of_ours_and_all_hf_tensors(
     assert {each.name: each.shape(shapes[each.parameters[0]]) for each in table} == theirs
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 def test_a_config_json_is_read_as_it_was_written_by_new_readers_and_old(
     family: str, tmp_path: Path
 ) -> None:
-    model = FAMILIES[family]
-    config = config_json(FAMILIES[family])
+    model = {**FAMILIES, **MIXTURES}[family]
+    config = config_json(model)
     assert as_read_from(config, tmp_path) == model
     if family.startswith("gpt2"):
         return
@@ -148,6 +176,20 @@ def test_both_forms_of_the_rotary_base_give_transformers_the_same_angles(
     assert found[0][0][1] < 1.0
 
 
+_SHARED = {"shared_hidden": 24, "shared_gate": True}
+REFUSED_EXPERTS: list[tuple[str, dict[str, Any], str]] = [
+    ("mixtral", {"score": "sigmoid"}, "score = sigmoid: .* only softmax"),
+    ("mixtral", {"scale": 2.5}, "scale = 2.5: .* only 1.0"),
+    ("mixtral", {"bias_rate": 1e-3}, "bias_rate = 0.001: .* only 0"),
+    ("mixtral", _SHARED, "shared_hidden = 24: .* only 0 with model.qkv_bias = false"),
+    ("mixtral", {"normalize": False}, "normalize = false: .* only true without model.qk_norm"),
+    ("mixtral", {"dense_layers": 1}, "dense_layers = 1: .* only 0 without model.qk_norm"),
+    ("qwen2_moe", {}, "shared_hidden = 0: .* only 48 with model.qkv_bias = true"),
+    ("qwen2_moe", {"shared_hidden": 24}, "shared_gate = false: .* only true"),
+    ("qwen3_moe", _SHARED, "shared_hidden = 24: .* only 0 with model.qkv_bias = false"),
+]
+
+
 @pytest.mark.parametrize(
     "model, refusal",
     [
@@ -161,11 +203,39 @@ def test_both_forms_of_the_rotary_base_give_transformers_the_same_angles(
         ),
         (replace(GPT2, kv_heads=2), "model.kv_heads = 2: .* only 4 can"),
         (replace(GPT2, head_dim=16), "model.head_dim = 16: .* only 8 can"),
+        *[
+            (
+                replace(MIXTURES[family], experts=replace(EXPERTS, **keys)),
+                f"model.experts.{refusal} can be exported",
+            )
+            for family, keys, refusal in REFUSED_EXPERTS
+        ],
+        (replace(MIXTURES["qwen2_moe"], window=7), "model.window = 7: .* only null"),
     ],
 )
 def test_a_model_that_no_family_has_is_refused_by_its_key(model: ModelConfig, refusal: str) -> None:
     with pytest.raises(ConfigError, match=refusal):
         family_of(model)
+
+
+@pytest.mark.parametrize(
+    "family, keys, refusal",
+    [
+        ("mixtral", {"num_local_experts": 0}, "num_local_experts = 0: "),
+        ("mixtral", {"num_local_experts": None}, "num_local_experts = null: must be an integer"),
+        ("mixtral", {"num_experts_per_tok": 9}, "per_token = 9: must be at most .*; try 2"),
+        ("qwen2_moe", {"qkv_bias": False}, "qkv_bias = false: .*; try true"),
+        ("qwen3_moe", {"mlp_only_layers": [1, 3]}, r"mlp_only_layers = \[1, 3\]: .* try \[0, 1\]"),
+        ("qwen3_moe", {"mlp_only_layers": 3}, "mlp_only_layers = 3: "),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2: .*; try 1"),
+        ("qwen3_moe", {"model_type": "qwen3"}, "qwen3 with num_experts = 6: must be one of"),
+    ],
+)
+def test_experts_that_a_recipe_cannot_say_are_refused(
+    family: str, keys: dict[str, Any], refusal: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=refusal):
+        as_read_from(config_json(MIXTURES[family]) | keys, tmp_path)
 
 
 # Keys of a config.json under which the same weights would compute something else here.

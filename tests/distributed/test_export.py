@@ -17,7 +17,7 @@ from parallel3d.config.recipe import LocalSgdConfig, ModelConfig, ParallelConfig
 from parallel3d.tools.checkpoint.command import main as parallel3d_checkpoint
 from parallel3d.training.loop import export_saved
 from tests.distributed.training_cases import make_recipe, make_trainer, save_trainer, train
-from tests.test_hugging_face import FAMILIES, SEQ_LEN
+from tests.test_hugging_face import FAMILIES, MIXTURES, SEQ_LEN
 
 LAYOUT = ParallelConfig(
     tp=2,
@@ -25,6 +25,7 @@ LAYOUT = ParallelConfig(
     dp_shard=2,
     sequence_parallel=True,
 )
+MODELS = FAMILIES | MIXTURES
 IDS = torch.arange(SEQ_LEN) * 7 % 251
 
 
@@ -74,14 +75,14 @@ def check_families(
 ) -> None:
     ranks = world(8).run(
         train_and_save,
-        [FAMILIES[name] for name in families],
+        [MODELS[name] for name in families],
         folder,
         LAYOUT,
         LocalSgdConfig(),
     )
     for number, name in enumerate(families):
         parts = [torch.tensor(rank[number]) for rank in ranks if rank[number] is not None]
-        vocab = FAMILIES[name].vocab
+        vocab = MODELS[name].vocab
         # an odd vocabulary makes a last column that stands for no id
         trained = torch.cat(parts[:2], dim=-1)[:, :vocab]
         found = exported_logits(folder / str(number), folder / f"exported-{number}")
@@ -106,9 +107,9 @@ def check_files(exported: Path, vocab: int) -> None:
 
 
 def test_transformers_opens_what_was_trained(world: Callable, tmp_path: Path) -> None:
-    check_families(world, tmp_path, ["llama3.1", "gpt2"])
+    check_families(world, tmp_path, ["llama3.1", "gpt2", "qwen2_moe"])
 
 
 @pytest.mark.long
 def test_transformers_opens_every_family(world: Callable, tmp_path: Path) -> None:
-    check_families(world, tmp_path, [*FAMILIES])
+    check_families(world, tmp_path, [*MODELS])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from parallel3d.checkpoint.hugging_face import hf_tensors
 from parallel3d.checkpoint.store import check_start
 from parallel3d.config.hugging_face import from_hugging_face, read_config_json
 from parallel3d.config.load import load_recipe
@@ -193,6 +194,65 @@ def test_what_is_imported_computes_as_transformers_does_and_is_exported_bitwise(
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name])
         assert tensor.dtype == second[name].dtype
+
+
+def logits_and_gradients(
+    model: ModelConfig, folder: Path, ids: torch.Tensor
+) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+    """Returns the logits of a sequence by the weights in `folder`, its loss, and the gradients
+    under the names of transformers."""
+    trainer = make_trainer(make_recipe(model, ParallelConfig()), initialize=False)
+    load_model(trainer, folder)
+    module = trainer.stages[0].module
+    logits = module(ids)
+    loss = next_token_loss(logits, ids)
+    loss.backward()
+    gradients = {}
+    for each in hf_tensors(model, ()):
+        (name,) = each.parameters
+        whole = module.get_parameter(name).grad
+        assert whole is not None
+        rows = each.rows(len(whole))
+        gradients[each.name] = whole[rows.start : rows.stop].clone()
+    return logits.detach(), loss.item(), gradients
+
+
+def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:])
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_have_the_logits_and_gradients_of_transformers(
+    world: Callable, tmp_path: Path, family: str
+) -> None:
+    peer = build(family, tmp_path)
+    path = tmp_path / "config.json"
+    model = from_hugging_face(read_config_json(path), path)
+    ids = torch.randint(model.vocab, (1, 48), generator=torch.Generator().manual_seed(0))
+    logits, loss, gradients = world(1).run(logits_and_gradients, model, tmp_path, ids)[0]
+    expected = peer(ids).logits
+    print(
+        "LOGITS",
+        (logits - expected).abs().max(),
+        expected.std(),
+        loss,
+        next_token_loss(expected, ids),
+    )
+    assert (logits - expected).abs().max() < 1e-5
+    expected_loss = next_token_loss(expected, ids)
+    assert loss == pytest.approx(expected_loss.item(), rel=1e-6)
+    expected_loss.backward()
+    # transformers stacks experts in memory, but not in files: a model of its gradients
+    for parameter in peer.parameters():
+        assert parameter.grad is not None
+        parameter.data = parameter.grad
+    peer.save_pretrained(tmp_path / "gradients")  # type: ignore[operator]
+    theirs = weights(tmp_path / "gradients")
+    assert theirs.keys() == gradients.keys()
+    for name, gradient in theirs.items():
+        error = (gradients[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-4)
+
+        assert error < 1e-5, name
 
 
 def start_one(model: ModelConfig, folder: Path) -> str:
