@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from parallel3d import recipes
 from parallel3d.checkpoint.store import check_start, find_start
+from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.hugging_face import to_hugging_face
 from parallel3d.config.recipe import (
     CheckpointConfig,
@@ -201,5 +202,13 @@ def test_a_folder_of_transformers_is_compared_with_the_recipe_before_a_worker_st
         ConfigError, match="(?s)attention_bias = true of config.json is ignored.*hidden_act = gelu"
     ):
         check_start(tmp_path, model)
+    experts = ExpertsConfig(count=8, per_token=2, hidden=16)
+    model = replace(model, ffn_hidden=16, experts=experts)
+    config = to_hugging_face(model, seq_len=16, dtype="float32", end_of_text=None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert check_start(tmp_path, replace(model, experts=replace(experts, bias_rate=0.1))) == []
+    for other in (replace(model, experts=None), replace(model, experts=replace(experts, count=4))):
+        with pytest.raises(ConfigError, match=r"count = .*have 8; try model.experts.count=8"):
+            check_start(tmp_path, other)
     (tmp_path / "config.json").unlink()
     assert "only names and shapes of the weights are compared" in check_start(tmp_path, model)[0]

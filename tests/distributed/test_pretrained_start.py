@@ -231,13 +231,6 @@ def test_experts_have_the_logits_and_gradients_of_transformers(
     ids = torch.randint(model.vocab, (1, 48), generator=torch.Generator().manual_seed(0))
     logits, loss, gradients = world(1).run(logits_and_gradients, model, tmp_path, ids)[0]
     expected = peer(ids).logits
-    print(
-        "LOGITS",
-        (logits - expected).abs().max(),
-        expected.std(),
-        loss,
-        next_token_loss(expected, ids),
-    )
     assert (logits - expected).abs().max() < 1e-5
     expected_loss = next_token_loss(expected, ids)
     assert loss == pytest.approx(expected_loss.item(), rel=1e-6)
@@ -251,7 +244,6 @@ def test_experts_have_the_logits_and_gradients_of_transformers(
     assert theirs.keys() == gradients.keys()
     for name, gradient in theirs.items():
         error = (gradients[name] - gradient).abs().max() / gradient.abs().max().clamp(min=1e-4)
-
         assert error < 1e-5, name
 
 
