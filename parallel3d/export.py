@@ -161,11 +161,13 @@ def _exported_tensors(
 def _files(tensors: list[ExportedTensor], largest_bytes: int) -> dict[str, list[ExportedTensor]]:
     """Assigns tensors to files of at most `largest_bytes`. A larger tensor gets its own file."""
     files: list[list[ExportedTensor]] = [[]]
+    filled_bytes = 0
     for tensor in tensors:
-        filled_bytes = sum(each.like.nbytes for each in files[-1])
         if files[-1] and filled_bytes + tensor.like.nbytes > largest_bytes:
             files.append([])
+            filled_bytes = 0
         files[-1].append(tensor)
+        filled_bytes += tensor.like.nbytes
     if len(files) == 1:
         return {"model.safetensors": files[0]}
     return {

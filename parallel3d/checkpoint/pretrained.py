@@ -121,4 +121,4 @@ def _part(
             parts.append(read_slice(stored[tensor.name], index[::-1], torch.float32).t())
         else:
             parts.append(read_slice(stored[tensor.name], index, torch.float32))
-    return torch.cat(parts)
+    return torch.cat(parts) if len(parts) > 1 else parts[0]

@@ -229,16 +229,14 @@ def _experts(said: Mapping[str, Any], path: Path) -> dict[str, Any]:
     dense_layers = len(dense) if isinstance(dense, list) else 0
     is_qwen2 = kind == "qwen2_moe"
     fixed = {
-        "mlp_only_layers": [*range(dense_layers)],
-        "decoder_sparse_step": 1,
-        "qkv_bias": is_qwen2,
+        "mlp_only_layers": ([*range(dense_layers)], "only the first layers can be without experts"),
+        "decoder_sparse_step": (1, "every layer after the first ones must have experts"),
+        "qkv_bias": (is_qwen2, f"not supported in {kind}"),
     }
-    for key, value in fixed.items():
+    for key, (value, fault) in fixed.items():
         if said.get(key, value) != value:
-            raise ConfigError(
-                f"{path}: {key} = {shown(said[key])}: a recipe can have experts only in all layers "
-                f"after the first ones, and biases only in qwen2_moe; try {shown(value)}"
-            )
+            found = shown(said[key])
+            raise ConfigError(f"{path}: {key} = {found}: {fault}; try {shown(value)}")
     return section | {"dense_layers": dense_layers, "shared_gate": is_qwen2}
 
 
