@@ -95,6 +95,7 @@ _OPTIONAL = ("kv_heads", "head_dim", "ffn_hidden")
 _FIXED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "mlp_bias": (False,),
+    "output_router_logits": (False,),
     "partial_rotary_factor": (1.0,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
