@@ -1,7 +1,7 @@
 """`bench layers`: times a transformer block, forward and backward, against DTensor and one process.
 
 Further cases are converted Hugging Face blocks (`converted`), a long sequence split over cp ranks
-(`context`), and the peak memory of the chunked loss.
+(`context`), mixtures of experts (`experts`), and the peak memory of the chunked loss.
 
 The peer is the same block in plain torch with the same weights, parallelized by
 `parallelize_module` (DTensor) as in `bench step`. Outputs and input gradients must agree before
@@ -37,6 +37,7 @@ from parallel3d.models.llama import Llama
 from parallel3d.pipeline.stage import BlockRange, cut
 from parallel3d.tools.bench.context import context_cases
 from parallel3d.tools.bench.converted import converted_cases
+from parallel3d.tools.bench.experts import expert_cases
 from parallel3d.tools.bench.harness import (
     AGREEMENT,
     Case,
@@ -126,7 +127,7 @@ def bench_layers(options: Options) -> list[ResultRow]:
     sizes = GPU_SIZES if options.device == "cuda" else SIZES
     cases: dict[str, Case] = {**timed_cases(measure, sizes, LAYOUTS, prefix="block of ")}
     if options.device == "cpu":
-        cases |= converted_cases(SIZES, TP_BARS) | context_cases()
+        cases |= converted_cases(SIZES, TP_BARS) | context_cases() | expert_cases()
     for tp in (1, 2):
         name = (
             f"loss of vocabulary {LOSS_VOCAB}, {LOSS_TOKENS} tokens in chunks of {LOSS_CHUNK}: tp "
