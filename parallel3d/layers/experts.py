@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.compiler import is_compiling
 from torch.nn import functional as F
 
 from parallel3d.config.experts import ExpertsConfig
@@ -138,7 +139,7 @@ class ExpertWeights(ParallelModule):
                 f"ParallelExperts: count = {config.count}: ep = {self.axis.size} must divide it; "
                 f"try ep = 1 or count = {self.axis.size}"
             )
-        self.pointwise: Pointwise = gated
+        self.pointwise: Pointwise = gated_in_place
         init = self.context.init
         matrix = partial(ParameterSpec, dim=0, stacked=config.count)
         wide = (config.count * config.hidden, hidden)
@@ -158,7 +159,7 @@ class ExpertWeights(ParallelModule):
         multiply = partial(self._multiply, counts=counts)
         gate = multiply(rows, "gate")
         up = multiply(rows, "up")
-        y = multiply(self.pointwise(gate, up, F.silu), "down")
+        y = multiply(self.pointwise(gate, up), "down")
         return combine(y, way, self.axis)
 
     def _multiply(self, x: Tensor, name: str, counts: Sequence[int] | Tensor) -> Tensor:
@@ -186,6 +187,29 @@ def grouped(x: Tensor, matrices: Tensor, counts: Sequence[int] | Tensor) -> Tens
     for rows, matrix, out in zip(x.split(counts), matrices, y.split(counts), strict=True):
         torch.mm(rows, matrix, out=out)
     return y
+
+
+def gated_in_place(gate: Tensor, up: Tensor) -> Tensor:
+    """Returns silu(gate) * up, with a backward pass that allocates two tensors instead of three."""
+    if is_compiling():
+        return gated(gate, up, F.silu)
+    y: Tensor = _Gated.apply(gate, up)
+    return y
+
+
+class _Gated(Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        active = F.silu(gate)
+        ctx.save_for_backward(gate, up, active)
+        return active * up
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up, active = ctx.saved_tensors
+        d_gate = grad * up
+        torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+        return d_gate, grad * active
 
 
 class _Grouped(Function):
