@@ -21,10 +21,15 @@ from torch.nn import functional as F
 from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfig, Recipe
 from parallel3d.data.loader import IGNORED
-from parallel3d.layers import router
+from parallel3d.layers import experts, router
 from parallel3d.layers.experts import ParallelExperts
 from parallel3d.layers.gradients import local_tensor
-from parallel3d.layers.parameter import ParallelContext, initial_weights, initialize
+from parallel3d.layers.parameter import (
+    ParallelContext,
+    initial_weights,
+    initialize,
+    set_fused_gradients,
+)
 from parallel3d.layers.router import choose_experts
 from parallel3d.models.llama import Llama
 from parallel3d.training.state import load_trainer
@@ -364,6 +369,31 @@ def test_the_layer_is_a_plain_loop_over_its_experts(world: Callable, ranks: int,
             assert max(errors) < 1e-10, errors
 
     check()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_grouped_matmuls_equal_the_loop(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 over two microbatches, so that the second is added to the first. The last expert
+    has no tokens."""
+    found = []
+    for is_grouped in (False, True):
+        monkeypatch.setattr(experts, "uses_grouped", lambda _, on=is_grouped: on)
+        layer = ParallelExperts(16, 24, 4, 2)
+        initialize(layer, 0, "cpu")
+        layer.bfloat16()
+        layer.router.bias = torch.tensor([0.0, 0.0, 0.0, -9.0])
+        set_fused_gradients(layer, fused)
+        generator = torch.Generator().manual_seed(0)
+        microbatches = torch.randn(2, 2, 1, 9, 16, generator=generator).bfloat16()
+        leaves = [x.requires_grad_() for x, _ in microbatches]
+        for x, (_, grad) in zip(leaves, microbatches, strict=True):
+            y = layer(x)
+            y.backward(grad)
+        gradients = [tensor.grad for tensor in (*leaves, *layer.parameters())]
+        found.append([y.detach(), *gradients])
+    for grouped, looped in zip(found[1], found[0], strict=True):
+        assert looped is not None
+        assert (grouped - looped).abs().max() <= 2.0**-6 * looped.abs().max()
 
 
 def test_a_tie_goes_to_the_lower_expert() -> None:
