@@ -20,7 +20,13 @@ from parallel3d.layers.sequence import SequencePart
 from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.stage import BlockRange, cut
-from parallel3d.tools.bench.harness import Case, TimedCase, check_agreement, time_in_turn
+from parallel3d.tools.bench.harness import (
+    Case,
+    TimedCase,
+    check_agreement,
+    pass_both_ways,
+    time_in_turn,
+)
 from parallel3d.tools.bench.plain_torch.llama import PlainLlama
 from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of
 from parallel3d.tools.local_ranks import run_ranks
@@ -85,30 +91,23 @@ def whole_input() -> tuple[Tensor, Tensor]:
     return x, grad
 
 
-def step(block: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the output and the input gradient. Weight gradients accumulate over calls."""
-    leaf = x.detach().requires_grad_()
-    y = block(leaf)
-    y.backward(grad)
-    assert leaf.grad is not None
-    return y.detach(), leaf.grad
-
-
 def measure(peer: str, rounds: int, steps: int) -> list[Round]:
     """Times the block over all ranks, and the peer on rank 0. Runs on every rank."""
     block, part = own_block()
     alone = block_of(None) if peer == "ours" else plain_block()
     x, grad = whole_input()
     own = part.take(x, 1), part.take(grad, 1)
-    whole = [part.take(each, 1) for each in step(alone, x, grad)]
-    check_agreement(zip(("output", "input gradient"), step(block, *own), whole, strict=True))
+    whole = [part.take(each, 1) for each in pass_both_ways(alone, x, grad)]
+    check_agreement(
+        zip(("output", "input gradient"), pass_both_ways(block, *own), whole, strict=True)
+    )
 
     def step_alone(_: int) -> None:
         if dist.get_rank() == 0:
-            step(alone, x, grad)
+            pass_both_ways(alone, x, grad)
 
     return time_in_turn(
-        lambda _: step(block, *own),
+        lambda _: pass_both_ways(block, *own),
         step_alone,
         rounds=rounds,
         steps=steps,
@@ -125,11 +124,11 @@ def cpu_of_ranks(steps: int) -> list[float]:
     """Returns the CPU time of each rank. Runs on every rank."""
     block, part = own_block()
     x, grad = (part.take(each, 1) for each in whole_input())
-    step(block, x, grad)
+    pass_both_ways(block, x, grad)
     dist.barrier()
     start = time.process_time()
     for _ in range(steps):
-        step(block, x, grad)
+        pass_both_ways(block, x, grad)
     times: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(times, time.process_time() - start)
     return times

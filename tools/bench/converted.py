@@ -34,7 +34,14 @@ from parallel3d.layers.parameter import named_specs, set_fused_gradients
 from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.stage import BlockRange, cut
-from parallel3d.tools.bench.harness import Case, Step, TimedCase, check_agreement, time_in_turn
+from parallel3d.tools.bench.harness import (
+    Case,
+    Step,
+    TimedCase,
+    check_agreement,
+    pass_both_ways,
+    time_in_turn,
+)
 from parallel3d.tools.bench.report import Options, ResultRow, Round, row_of, rows_against_peer
 from parallel3d.tools.bench.step import StepSize
 from parallel3d.tools.local_ranks import run_ranks
@@ -134,14 +141,7 @@ def steps_of(size: StepSize, ours: Forward, peer: Forward) -> tuple[Step, Step]:
         (2, 1, size.seq_len, size.model.hidden), generator=torch.Generator().manual_seed(0)
     )
 
-    def step(block: Forward) -> tuple[Tensor, Tensor]:
-        """Returns the output and the input gradient. Weight gradients accumulate over calls."""
-        leaf = x.detach().requires_grad_()
-        y = block(leaf)
-        y.backward(grad)
-        assert leaf.grad is not None
-        return y.detach(), leaf.grad
-
+    step = partial(pass_both_ways, x=x, grad=grad)
     check_agreement(zip(("output", "input gradient"), step(ours), step(peer), strict=True))
     return lambda _: step(ours), lambda _: step(peer)
 

@@ -69,6 +69,17 @@ def time_steps(step: Step, steps: int, device: torch.device = CPU) -> Timing:
     return Timing(wall_s=wall / steps, cpu_s=total_cpu.item() / steps)
 
 
+def pass_both_ways(
+    layer: Callable[[Tensor], Tensor], x: Tensor, grad: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Returns the output and the input gradient. Weight gradients accumulate over calls."""
+    leaf = x.detach().requires_grad_()
+    y = layer(leaf)
+    y.backward(grad)
+    assert leaf.grad is not None
+    return y.detach(), leaf.grad
+
+
 def check_agreement(
     results: Iterable[tuple[str, Tensor | float, Tensor | float]], tolerance: float = AGREEMENT
 ) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.build_engine import compile_blocks
@@ -43,6 +42,7 @@ from parallel3d.tools.bench.harness import (
     Case,
     check_agreement,
     lacks_devices,
+    pass_both_ways,
     run_cases,
     time_in_turn,
 )
@@ -169,14 +169,7 @@ def measure(size: StepSize, parallel: ParallelConfig, rounds: int, steps: int) -
             part.chunk(parallel.tp, dim=1)[dist.get_rank()].contiguous() for part in (x, grad)
         )
 
-    def step(block: nn.Module) -> tuple[Tensor, Tensor]:
-        """Returns the output and the input gradient. Weight gradients accumulate over calls."""
-        leaf = x.detach().requires_grad_()
-        y = block(leaf)
-        y.backward(grad)
-        assert leaf.grad is not None
-        return y.detach(), leaf.grad
-
+    step = partial(pass_both_ways, x=x, grad=grad)
     results = zip(("output", "input gradient"), step(ours), step(peer), strict=True)
     check_agreement(results, AGREEMENT if dtype == torch.float32 else BF16_AGREEMENT)
     return time_in_turn(
