@@ -63,15 +63,17 @@ def dispatch(x: Tensor, per_token: int, way: Route, axis: Axis) -> Tensor:
     return permuted(arrived, way.arrival)
 
 
-def combine(y: Tensor, way: Route, axis: Axis) -> Tensor:
-    """Returns the results [tokens * per_token, hidden] of this rank's tokens.
+def combine(y: Tensor, weights: Tensor, way: Route, axis: Axis) -> Tensor:
+    """Returns the weighted sums [tokens, hidden] of the results of each token's experts.
 
-    y holds the results of this rank's experts, in the order of `dispatch`.
+    y holds the results of this rank's experts, in the order of `dispatch`. `weights` is [tokens,
+    per_token].
     """
     if way.arrival is not None:
         back = permuted(y, inverse(way.arrival))
         y = outside_graph(_Exchange.apply, back, way.received, way.sent, axis)
-    return permuted(y, inverse(way.order))
+    total: Tensor = outside_graph(_Sum.apply, y, weights.to(y.dtype), way.order)
+    return total
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -112,6 +114,24 @@ class _Spread(Function):
         (order,) = ctx.saved_tensors
         by_token = grad.index_select(0, inverse(order)).unflatten(0, (-1, ctx.per_token))
         return by_token.sum(1), None, None
+
+
+class _Sum(Function):
+    """Sums the rows of each token's experts, times their weights, in the order of its choices."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order)
+        by_token = rows.index_select(0, inverse(order)).unflatten(0, weights.shape)
+        return by_token.mul_(weights.unsqueeze(-1)).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weights, order = ctx.saved_tensors
+        d_rows = grad.index_select(0, order // weights.shape[1])
+        d_weights = (d_rows * rows).sum(-1)[inverse(order)].view_as(weights)
+        d_rows *= weights.flatten()[order].unsqueeze(-1)
+        return d_rows, d_weights, None
 
 
 class _Exchange(Function):

@@ -107,8 +107,7 @@ class ParallelExperts(ParallelModule):
         if is_split:
             tokens = scatter_to_region(tokens, self.axis, 0)
         chosen, weights = self.router(tokens)
-        results = self.experts(tokens, chosen).unflatten(0, chosen.shape)  # [T, k, D]
-        y = (results * weights.unsqueeze(-1).to(results.dtype)).sum(1)
+        y = self.experts(tokens, chosen, weights)
         if is_split:
             y = gather_from_region(y, self.axis, 0)
         y = y.view_as(x)
@@ -123,7 +122,8 @@ class ParallelExperts(ParallelModule):
 class ExpertWeights(ParallelModule):
     """The experts of a layer that this rank holds.
 
-    Takes x [T, D] and the experts [T, k] of each token. Returns their outputs [T k, D].
+    Takes x [T, D], and the experts and weights [T, k] of each token. Returns the weighted sums of
+    their outputs [T, D].
 
     Args:
         hidden: Hidden size of the model.
@@ -148,7 +148,7 @@ class ExpertWeights(ParallelModule):
         down = (config.count * hidden, config.hidden)
         self.add_parameter("down", matrix(down, init=self.context.row_init or init))
 
-    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         k = chosen.shape[1]
         way = route(chosen, self.config.count, self.axis)
         rows = dispatch(x, k, way, self.axis)
@@ -160,7 +160,7 @@ class ExpertWeights(ParallelModule):
         gate = multiply(rows, "gate")
         up = multiply(rows, "up")
         y = multiply(self.pointwise(gate, up), "down")
-        return combine(y, way, self.axis)
+        return combine(y, weights, way, self.axis)
 
     def _multiply(self, x: Tensor, name: str, counts: Sequence[int] | Tensor) -> Tensor:
         weight = getattr(self, name)
