@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from parallel3d.layers.collectives import all_to_all, outside_graph
+from parallel3d.layers.router import load_of
 from parallel3d.mesh import Axis
 
 
@@ -40,7 +41,7 @@ def route(chosen: Tensor, experts: int, axis: Axis) -> Route:
     """
     flat = chosen.flatten()
     order = flat.argsort(stable=True)
-    counts = flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
+    counts = load_of(chosen, experts)
     if axis.size == 1:
         return Route(order, counts, None, [], [])
     by_rank = counts.view(axis.size, -1)
@@ -48,7 +49,13 @@ def route(chosen: Tensor, experts: int, axis: Axis) -> Route:
     sent, received = torch.stack((by_rank.sum(1), arriving.sum(1))).tolist()
     own = torch.arange(arriving.shape[1], device=flat.device).expand_as(arriving)
     expert_of = own.flatten().repeat_interleave(arriving.flatten())
-    return Route(order, arriving.sum(0), expert_of.argsort(stable=True), sent, received)
+    return Route(
+        order,
+        counts=arriving.sum(0),
+        arrival=expert_of.argsort(stable=True),
+        sent=sent,
+        received=received,
+    )
 
 
 def dispatch(x: Tensor, per_token: int, way: Route, axis: Axis) -> Tensor:
@@ -140,7 +147,12 @@ class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
         ctx.way = (received, sent, axis)
-        return _exchange(x, sent, received, axis)
+        return _exchange(
+            x,
+            sent,
+            received,
+            axis,
+        )
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

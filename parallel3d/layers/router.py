@@ -63,6 +63,12 @@ def choose_experts(scores: Tensor, per_token: int) -> Tensor:
     return kept[-1]
 
 
+def load_of(chosen: Tensor, experts: int) -> Tensor:
+    """Returns how often each of the experts is in `chosen`."""
+    flat = chosen.flatten()
+    return flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
+
+
 class Router(ParallelModule):
     """Chooses `per_token` experts for each token.
 
@@ -104,16 +110,11 @@ class Router(ParallelModule):
             ranked = ranked + self.bias
         chosen = choose_experts(ranked, config.per_token)
         if self.training and torch.is_grad_enabled() and not is_in_backward():
-            self._count(chosen)
+            self.load += load_of(chosen, config.count)
         weights = scores.gather(-1, chosen)
         if config.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
         return chosen, weights * config.scale
-
-    @torch.no_grad()
-    def _count(self, chosen: Tensor) -> None:
-        flat = chosen.flatten()
-        self.load.scatter_add_(0, flat, torch.ones_like(flat))
 
     def take_load(self) -> Tensor:
         """Returns the number of tokens of each expert on this rank, and restarts the count."""

@@ -64,7 +64,13 @@ class ExpertLoads:
             ]
             idle = (loads == 0).double().mean(1)
             worst = torch.stack([shares[0].amax(), shares[1].amax(), idle.amax()])
-        return ExpertLoad(*all_reduce(worst, layers, "max").tolist())
+        return ExpertLoad(
+            *all_reduce(
+                worst,
+                layers,
+                "max",
+            ).tolist()
+        )
 
     def balance(self) -> None:
         """Moves the biases of the routers by the loads of the step."""

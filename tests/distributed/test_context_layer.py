@@ -175,11 +175,17 @@ def counting() -> Iterator[Counter[str]]:
     counts: Counter[str] = Counter()
 
     def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-        counts.update(gathers=1, numbers=(axis.size - 1) * x.numel())
+        counts.update(
+            gathers=1,
+            numbers=(axis.size - 1) * x.numel(),
+        )
         return GATHER(x, axis, dim=dim)
 
     def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-        counts.update(scatters=1, numbers=(axis.size - 1) * x.numel() // axis.size)
+        counts.update(
+            scatters=1,
+            numbers=(axis.size - 1) * x.numel() // axis.size,
+        )
         return REDUCE_SCATTER(x, axis, dim=dim)
 
     with ExitStack() as stack:

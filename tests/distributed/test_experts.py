@@ -46,7 +46,11 @@ from tests.distributed.training_cases import (
     train,
 )
 
-EXPERTS = ExpertsConfig(count=8, per_token=2, hidden=24)
+EXPERTS = ExpertsConfig(
+    count=8,
+    per_token=2,
+    hidden=24,
+)
 MIXTURE = replace(GROUPED, experts=EXPERTS)
 SHARED = replace(
     GROUPED,
@@ -61,8 +65,14 @@ SHARED = replace(
     ),
 )
 DEEP = replace(MIXTURE, layers=6)
-EP2 = {"dp_shard": 2, "ep": 2}
-INTERLEAVED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
+EP2 = {
+    "dp_shard": 2,
+    "ep": 2,
+}
+INTERLEAVED = {
+    "schedule": "interleaved_1f1b",
+    "virtual_stages": 2,
+}
 
 LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
     (
@@ -163,7 +173,12 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
         },
     ),
 ]
-MUON = OptimizerConfig(name="muon", lr=1e-3, min_lr_ratio=1.0, ns_dtype="fp32")
+MUON = OptimizerConfig(
+    name="muon",
+    lr=1e-3,
+    min_lr_ratio=1.0,
+    ns_dtype="fp32",
+)
 
 
 def case(model: ModelConfig, layout: dict[str, Any], **sections: Any) -> ParameterSet:
@@ -175,7 +190,14 @@ def case(model: ModelConfig, layout: dict[str, Any], **sections: Any) -> Paramet
 
 
 # As many experts as ranks, and all of them for each token.
-ALL = replace(GROUPED, experts=ExpertsConfig(count=4, per_token=4, hidden=24))
+ALL = replace(
+    GROUPED,
+    experts=ExpertsConfig(
+        count=4,
+        per_token=4,
+        hidden=24,
+    ),
+)
 CASES = [case(*each) for each in LAYOUTS]
 CASES += [
     case(SHARED, {"dp_shard": 4, "ep": 2}, optimizer=MUON),
@@ -305,8 +327,19 @@ def layer_errors(ep: int, drawn: dict[str, Any]) -> list[float]:
     """Returns the errors of a layer's output and gradients, whose tokens are divided over ranks."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // ep, ep), mesh_dim_names=("rest", "ep"))
-    how = {key: drawn[key] for key in ("score", "normalize")}
-    sizes = (D, F_HIDDEN, drawn["count"], drawn["per_token"])
+    how = {
+        key: drawn[key]
+        for key in (
+            "score",
+            "normalize",
+        )
+    }
+    sizes = (
+        D,
+        F_HIDDEN,
+        drawn["count"],
+        drawn["per_token"],
+    )
     alone, layer = (
         ParallelExperts(*sizes, tp=ParallelContext(ep=axis), **how) for axis in (None, mesh["ep"])
     )
