@@ -13,7 +13,9 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from math import gcd
 
+from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.recipe import (
     ModelConfig,
     OptimizerConfig,
@@ -29,6 +31,7 @@ from parallel3d.models import shape_cards
 from parallel3d.planner.model.named import card_config
 from parallel3d.planner.report.page import layout_text
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
+from parallel3d.shard_sizes import divisors
 from parallel3d.tools.verify.command import verify
 
 # shares of the dry run's peak; nine in ten stay below the second
@@ -48,12 +51,12 @@ _STRATEGIES: tuple[ShardingName | None, ...] = (
 )
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "none", "selective", "full", "every_n")
 _HOW: tuple[Cadence, ...] = ("step", "step", "microbatch")
-_FAMILIES = ("llama", "gpt", "qwen", "mistral", "megatron")
+_FAMILIES = ("llama", "gpt", "qwen", "mistral", "mixtral", "megatron")
 _LARGE = ("llama3-70b", "llama3.1-405b", "gpt3-175b", "megatron-145.6b")  # every fourth layout
 _MOST_BLOCKS = 64  # forwards and backwards of a block in a dry run, so that it takes seconds
 
 
-def random_layouts(count: int, seed: int) -> Iterator[tuple[Recipe, int]]:
+def random_layouts(count: int, seed: int, mixtures: str = "some") -> Iterator[tuple[Recipe, int]]:
     """(recipe, rank), each a layout that the trainer accepts."""
     draw = random.Random(seed)
     cards = shape_cards()
@@ -62,13 +65,33 @@ def random_layouts(count: int, seed: int) -> Iterator[tuple[Recipe, int]]:
     found = 0
     while found < count:
         name = draw.choice(names if found % 4 else large)
-        recipe = _layout(draw, card_config(name, cards[name]))
+        model = card_config(name, cards[name])
+        if mixtures == "all" or (mixtures == "some" and found % 3 == 2):
+            model = _mixture(draw, model)
+        recipe = _layout(draw, model)
         if recipe is not None:
             found += 1
             parallel = recipe.parallel
             stage = draw.choice((0, parallel.pp - 1, draw.randrange(parallel.pp)))
             of_stage = parallel.world_size // parallel.pp
             yield recipe, stage * of_stage + draw.randrange(parallel.cp) * parallel.tp
+
+
+def _mixture(draw: random.Random, model: ModelConfig) -> ModelConfig:
+    """The model with experts in place of its MLPs, about as large as its MLP or smaller."""
+    if model.architecture != "llama":
+        return model
+    shared = draw.choice((0, 0, model.ffn_hidden // 4))
+    experts = ExpertsConfig(
+        count=draw.choice((8, 16, 64, 128)),
+        per_token=draw.choice((1, 2, 4, 8)),
+        hidden=model.ffn_hidden // draw.choice((1, 4, 8)),
+        shared_hidden=shared,
+        shared_gate=shared > 0 and draw.random() < 0.5,
+        dense_layers=draw.choice((0, 0, 0, 1)),
+        score=draw.choice(("softmax", "sigmoid")),
+    )
+    return replace(model, experts=model.experts or experts)
 
 
 def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
@@ -93,12 +116,17 @@ def _layout(draw: random.Random, model: ModelConfig) -> Recipe | None:
     microbatches = (
         pp * draw.choice((1, 2, 4)) if virtual > 1 else draw.choice((1, 2, pp, 2 * pp, 3 * pp + 1))
     )
+    ep = None
+    if model.experts is not None:
+        common = gcd(shards * cp * tp, model.experts.count)
+        ep = draw.choice([size for size in divisors(common) if size % tp == 0] or [None])
     parallel = ParallelConfig(
         pp=pp,
         dp_replicate=replicas,
         dp_shard=shards,
         cp=cp,
         tp=tp,
+        ep=ep,
         virtual_stages=virtual,
         schedule=schedule,
         microbatch_size=microbatch,
@@ -137,9 +165,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="dry runs of random layouts, against the model")
     parser.add_argument("--layouts", type=int, default=40, help="how many (40)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (0)")
+    choices = ("some", "all", "none")
+    parser.add_argument("--mixtures", choices=choices, default="some", help="of experts (some)")
     options = parser.parse_args()
     errors = []
-    for recipe, rank in random_layouts(options.layouts, options.seed):
+    for recipe, rank in random_layouts(options.layouts, options.seed, options.mixtures):
         found = verify(recipe, rank)
         errors.append(found.difference)
         print(f"{found.difference:+7.2%}  {recipe.model.name} {layout_text(recipe.parallel)}")

@@ -163,12 +163,12 @@ def test_parameters_are_the_published_ones_in_all_and_for_a_token(name: str) -> 
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_config_json_gives_the_shape_with_that_name(name: str) -> None:
-    expected = named_shape(name, {})
+    expected = named_shape(name, shape_cards())
     assert hf_config_shape(FILES[name], name, Path("config.json")) == expected
 
 
 def test_flops_count_the_experts_of_a_token_alone_and_keys_within_a_window() -> None:
-    shape = named_shape("mixtral-8x7b", {})
+    shape = named_shape("mixtral-8x7b", shape_cards())
     dense = replace(shape, experts=None)  # one feed-forward part of the same width as each expert
     one = 3 * shape.hidden * shape.ffn_hidden
     router = 8 * shape.hidden

@@ -156,6 +156,15 @@ def fraction(text: str) -> float:
     return _with_unit(text, _SHARES, what, below=1 + 1e-9)
 
 
+def imbalance(text: str) -> float:
+    """Parses a ratio of at least 1."""
+    what = "a ratio of at least 1, such as 1.2"
+    ratio = _with_unit(text, {"": 1.0}, what)
+    if ratio < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be {what}")
+    return ratio
+
+
 def share(text: str) -> float:
     """Parses a fraction from 0 to 1, inclusive: 0.04 or 4%."""
     return _with_unit(
@@ -192,7 +201,7 @@ def _with_unit(
 
 _BY_NAME: tuple[Callable[[str], Any], ...] = (
     *(new_path, int, whole, sizes, tokens, memory_bytes, bytes_per_s),
-    *(dollars, fraction, share, chance),
+    *(dollars, fraction, imbalance, share, chance),
 )
 PARSERS: dict[str, Callable[[str], Any]] = {  # Keyed by the names that commands.toml uses.
     **{parser.__name__: parser for parser in _BY_NAME},

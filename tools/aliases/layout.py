@@ -11,7 +11,6 @@ from typing import Any, get_args
 from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.sharding_strategies import Cadence, ShardingName
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.planned_run import FrameworkLayout
 from parallel3d.planner.search.request import Fixed
 from parallel3d.schedules.registry import ScheduleName
 
@@ -98,6 +97,4 @@ def read_parallel(texts: list[str], option: str) -> ParallelConfig:
     if "recompute_every" in said:
         said = {"recompute": "every_n", **said}
     said = {"sequence_parallel": said.get("tp", 1) > 1, **said}
-    if "ep" in said:
-        return FrameworkLayout(**said)
     return ParallelConfig(**said)

@@ -93,11 +93,6 @@ def read_request(
     config = model.recipe.model if model.recipe else model.config
     if framework.is_parallel3d and config and config.architecture == "transformers":
         framework = replace(framework, axes=())  # Its attention sees only the tokens of its rank.
-    if (experts := model.shape.experts) is not None and "ep" not in framework.axes:
-        what = f"is a mixture of {experts.count} experts"
-        lacks = f"which {framework.name} cannot train without expert parallelism"
-        tries = "try --framework megatron-core"
-        raise ConfigError(f"--model {model.shape.name}: {what}, {lacks}; {tries}")
     request = PlanRequest(
         shape=model.shape,
         cluster=cluster,
@@ -111,8 +106,12 @@ def read_request(
         training=optimizer_memory(
             model.recipe or USUAL, precision=precision, state_bits=options.optimizer_bits
         ),
+        imbalance=options.imbalance,
         recorded=recorded_accuracy(),
     )
+    if request.lacks_experts:
+        lacks = f"has experts or attention that {framework.name} cannot train"
+        raise ConfigError(f"--model {model.shape.name}: {lacks}; try --framework megatron-core")
     request, measured = corrected_by_runs(request, options)
     request = _with_memory_limit(request, options)
     more = [*measured, *(notes(model.recipe) if model.recipe else ())]

@@ -70,8 +70,7 @@ def _limits(request: PlanRequest, what: str) -> Iterator[tuple[str, Strategy | N
     if what in ("all", "batch"):
         yield "batch", largest_batch(request)
     if what in ("all", "model"):
-        has_experts = "ep" in request.framework.axes
-        shapes = [shape for shape in all_named() if shape.experts is None or has_experts]
+        shapes = [shape for shape in all_named() if not replace(request, shape=shape).lacks_experts]
         yield "model", largest_model(request, shapes)
 
 

@@ -189,7 +189,7 @@ def _tree(found: Strategy) -> dict[str, Any]:
         {
             "rank": memory.rank,
             "layers": run.ranks[memory.rank].layers,
-            "parameters": run.stage_parameters(run.ranks[memory.rank]),
+            "parameters": round(run.shard_numel(run.ranks[memory.rank], 1)),
             "memory_gib": memory_tree(memory),
         }
         for memory in memory_by_rank(run)

@@ -15,7 +15,7 @@ from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.ranks import rank_memory, worst_rank
-from parallel3d.planner.model.parameters import rank_numel
+from parallel3d.planner.model.parameters import expert_numel_on, rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.training import unmodeled_settings
 from parallel3d.planner.report.page import layout_text
@@ -95,13 +95,13 @@ def verify(recipe: Recipe, rank: int) -> Verified:
         part for part, holder in zip(run.stages, run.placement, strict=True) if holder == place.pp
     )
     dry = dry_run(recipe, rank, gpu_bytes=run.cluster.device.gpu_bytes)
-    count = rank_numel(
-        run.shape,
-        parts,
-        run.layout.tp,
-        shards=run.layout.optimizer_shards,
-        at=(place.tp, place.dp_shard * run.layout.cp + place.cp),
-    )
+    layout = run.layout
+    tp, shards, ep, expert_shards = layout.splits
+    index = place.dp_shard * layout.cp + place.cp
+    count = rank_numel(run.shape, parts, tp, shards=shards, at=(place.tp, index % shards))
+    of_experts = (index * tp + place.tp) // ep % expert_shards
+    layers = sum(part.layers - part.dense for part in parts)
+    count += expert_numel_on(run.shape, layers, ep, expert_shards, of_experts)
     return Verified(recipe, rank, rank_memory(run, place.pp), dry, count)
 
 

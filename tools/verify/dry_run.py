@@ -3,7 +3,8 @@
 The process group has the full size but sends nothing. The model, sharding, pipeline runtime,
 transport and optimizer are those of the trainer. The dry run needs neither a GPU nor much memory.
 
-Code that reads the value of a tensor, such as the check for a finite loss, gets 1 or True. Unless
+Code that reads the value of a tensor, such as the check for a finite loss, gets 1 or True. Experts
+receive equal numbers of rows (`even_route`). Unless
 the recipe is for CPUs, RMSNorm saves the same tensors as the fused GPU kernel (`fused_rms_norm`),
 and attention uses the kernel that an H100 would use.
 """
@@ -14,6 +15,8 @@ import gc
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 from unittest import mock
 
@@ -29,9 +32,10 @@ from parallel3d.config.attention_kernels import AttentionDevice, kernel_of_recip
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.sharding_strategies import usual_bucket_mib
 from parallel3d.data.loader import Batch
-from parallel3d.layers import fused_attention
+from parallel3d.layers import experts, fused_attention
+from parallel3d.layers.dispatch import Route
 from parallel3d.layers.positions import PackedDocuments
-from parallel3d.mesh import build_mesh
+from parallel3d.mesh import Axis, build_mesh
 from parallel3d.models import model_class
 from parallel3d.pipeline.transport import Transport
 from parallel3d.schedules.build import build_schedule
@@ -160,6 +164,29 @@ class _FusedRMSNorm(Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
+class _Sizes(list[int]):
+    """Numbers of rows that the host knows, in place of a tensor."""
+
+    def tolist(self) -> list[int]:
+        return self
+
+
+def even_route(chosen: Tensor, count: int, axis: Axis, *, is_grouped: bool) -> Route:
+    """Stands in for `dispatch.route`, but divides the rows evenly over ranks and experts."""
+
+    def even(parts: int) -> _Sizes:
+        ends = [chosen.numel() * part // parts for part in range(parts + 1)]
+        return _Sizes(end - begin for begin, end in pairwise(ends))
+
+    own = count // axis.size
+    counts: Any = chosen.new_empty(own) if is_grouped else even(own)
+    order = torch.empty_like(chosen.flatten())
+    if axis.size == 1:
+        return Route(order, counts, None, [], [])
+    sizes = even(axis.size)
+    return Route(order, counts, torch.empty_like(order), sizes, sizes)
+
+
 def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
     """Trains one step on `rank`, with optimizer states already allocated, and returns its peak
     memory. `gpu_bytes` is the memory of a GPU, or None for CPUs.
@@ -197,6 +224,11 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
             )
             if kernel_of_recipe(recipe, _GPU).name == "math":
                 modes.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if recipe.model.experts is not None:
+            is_grouped = gpu_bytes is not None and recipe.train.precision.startswith("bf16")
+            even = partial(even_route, is_grouped=is_grouped)
+            modes.enter_context(mock.patch.object(experts, "route", even))
+            modes.enter_context(mock.patch.object(experts, "uses_grouped", lambda x: is_grouped))
         trainer, batch = build_dry(recipe, mesh, torch.device("cpu"), gpu_bytes)
         actions = trainer.pipeline.schedule.ranks[trainer.pipeline.links.rank]
         # Run a forward pass, because storages of unsharded parameters are allocated only once.

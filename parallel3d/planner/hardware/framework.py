@@ -90,7 +90,7 @@ PARALLEL3D = replace(
     EAGER,
     name="parallel3d",
     action_s=1e-4,  # Overhead of Python.
-    axes=("cp",),
+    axes=("cp", "ep"),
     weight_bytes=4.0,  # FSDP2 keeps float32 and computes with an all-gathered 16-bit copy
     optimizer_bytes=8.0,
     reduce_bytes=4.0,

@@ -21,6 +21,15 @@ n = tp, and r = n with sequence parallelism, else 1:
     dropout                two masks of one byte: 2 D                                                         t / r
     full recompute         input of the block e D, nothing else                                               t / r
 
+Experts replace the MLP. A tp rank routes T = t / n tokens, each to k of E experts of size F, and its own experts
+compute R rows:
+
+    router                 in 16 bits: input 4 D, instead of the output of the norm, and weight 4 E D         T
+                           scores w E, choices (also with full recompute), orders and weights                 T
+    experts                input e D, gate, up, act(gate), act(gate) * up: 4 e F                              R
+    results                e k D                                                                              T
+    shared experts         those of a gated MLP; with a gate also their output e D                            t
+
 G = n if there are more tp ranks than key-value heads. Tensors shared by all blocks are not counted:
 RoPE tables and the dropout key.
 """  # noqa: E501
@@ -49,6 +58,8 @@ class BlockActivations:
     fused_norm: bool = True
     dropout: bool = False
     attention: AttentionKernel = AttentionKernel("cpu")
+    ep: int = 1
+    rows: int = 0  # Rows that this rank's experts compute, or 0 for a block with an MLP.
 
     def bytes(self, recompute: BlockRecompute = "none") -> int:
         """Returns the bytes of activations that the block saves for the backward pass."""
@@ -56,14 +67,46 @@ class BlockActivations:
         e = self.item_bytes
         hidden = self.shape.hidden
         if recompute == "full":
-            return self.outside * hidden * e
+            return self.outside * hidden * e + 8 * self.choices
         masks = 2 * hidden if self.dropout else 0
         between = self.outside * (2 * (self.norm_bytes(hidden) + e * hidden) + masks)
         inner = 2 * self.shape.feed_forward_inputs * self.shape.ffn_hidden
         mlp = tokens * (inner // self.tp * e)
-        return between + mlp + tokens * self._attention_bytes(recompute)
+        if self.rows:
+            mlp = self._experts_bytes()
+        return between + mlp + tokens * self.attention_bytes(recompute)
 
-    def _attention_bytes(self, recompute: BlockRecompute) -> int:
+    def _experts_bytes(self) -> int:
+        """Returns the bytes that router and experts save, in addition to the output of a norm."""
+        experts = self.shape.experts
+        assert experts is not None
+        e = self.item_bytes
+        hidden = self.shape.hidden
+        routed = self.tokens // self.tp
+        wide = max(e, 4)
+        indices = 16 * self.choices + 16 * self.rows
+        weights = (2 * wide + 8) * self.choices
+        kept = indices + weights + routed * wide * experts.count
+        if e < 4:
+            kept += 4 * hidden * (routed + experts.count)
+            if not experts.shared_hidden:
+                kept -= self.outside * hidden * e
+        inputs = 2 * self.shape.feed_forward_inputs
+        kept += self.rows * e * (hidden + inputs * experts.hidden)
+        kept += self.choices * e * hidden
+        kept += self.tokens * (inputs * experts.shared_hidden // self.tp * e)
+        if experts.shared_gate:
+            kept += self.outside * hidden * e
+        return kept
+
+    @property
+    def choices(self) -> int:
+        """Experts that the router of this rank chooses, over all of its tokens."""
+        if self.rows == 0 or self.shape.experts is None:
+            return 0
+        return self.tokens // self.tp * self.shape.experts.per_token
+
+    def attention_bytes(self, recompute: BlockRecompute) -> int:
         """Returns the bytes that attention saves per token."""
         kernel = self.attention
         e = self.item_bytes

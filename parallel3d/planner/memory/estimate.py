@@ -33,8 +33,13 @@ class RankEstimate:
         self.rank = rank
         self.states = states = RankStates(run, rank)
         self.microbatch = microbatch_bytes(run)
-        # Bytes of an all-gathered block, or 0 without sharding.
-        self.block = states.item * states.block.padded * states.is_sharded
+        self.dense = self.microbatch  # Blocks without experts.
+        if run.shape.first_dense:
+            self.dense = microbatch_bytes(run, dense=True)
+        # Bytes of the next unit, which is all-gathered in advance, and of an all-gathered block, or
+        # 0 without sharding. The experts of a block are a unit of their own.
+        self.ahead = states.item * states.block.padded * states.is_sharded
+        self.block = self.ahead + states.item * states.experts.padded * states.is_sharded
         self._backwards = fullest_backwards(
             layout.schedule,
             layout.pp,
@@ -59,23 +64,28 @@ class RankEstimate:
         unit = states.units[stage]
         end = states.ends[stage]
         every = self.run.layout.recompute_every
-        again = len(range(-first % every, part.layers, every))  # Number of recomputed blocks.
+        saved = halved = 0.0
+        kinds = ((self.dense, 0, part.dense), (microbatch, part.dense, part.layers))
+        for kind, begin, end_ in kinds:
+            again = len(range(-(first + begin) % every, end_ - begin, every))  # Recomputed blocks.
+            saved += again * kind.kept + (end_ - begin - again) * kind.saved
+            halved += (end_ - begin) * kind.halved
         head = microbatch.saved_by_head * part.head
         unsharded = unit.padded * states.is_sharded
         if states.frees_forward:  # Only the parameters for the loss stay unsharded.
             unsharded = end.padded * part.head
         unreduced = 0.0
         if states.reduces_each:  # The gradients of the last unit may still be in flight.
-            last = max(end.padded, states.block.padded)
-            unreduced = states.master / states.shards * unit.padded + states.reduce * last
+            last = max(end.padded, states.block.padded, states.experts.padded)
+            unreduced = states.master * unit.shard + states.reduce * last
         elif states.is_sharded:
             unreduced = max(states.reduce, states.master) * unit.numel
         return (
-            again * microbatch.kept + (part.layers - again) * microbatch.saved + head,
-            part.layers * microbatch.halved + head,
+            saved + head,
+            halved + head,
             states.item * unsharded,
             unreduced,
-            states.reduced * unit.padded,
+            states.reduced * unit.shard,
         )
 
     def _by_kind(self, counts: tuple[int, ...]) -> list[float]:
@@ -139,7 +149,10 @@ class RankEstimate:
         states = self.states
         microbatch = self.microbatch
         part = states.parts[backward.stage]
-        sent = self._sent(backward, states.block)
+        if part.dense:  # The stage has blocks with and without experts, or only the latter.
+            kinds = [self.dense, self.microbatch][: 1 + (part.layers > part.dense)]
+            microbatch = max(kinds, key=lambda kind: kind.saved + kind.backward)
+        sent = max(self._sent(backward, unit) for unit in (states.block, states.experts))
         end = states.ends[backward.stage]
         end_sent = self._sent(backward, end)
         end_made = states.item * end.numel * states.is_sharded
@@ -155,14 +168,14 @@ class RankEstimate:
         freed = self.block
         if states.frees_forward:
             freed = 0
-            block += 2 * self.block
+            block += self.block + self.ahead
         # Gradients in reduction add memory, unless unreduced gradients are counted already.
         others = 1 - 1 / max(part.layers, 1)
         if states.is_sharded:
             others = not backward.has_gradients or states.reduces_each
         after_one = block + sent * others - microbatch.kept - freed
         # Parameters of the next block are all-gathered in advance.
-        forward = self.block + max(microbatch.saved, self.block)
+        forward = self.block + max(microbatch.saved, self.ahead)
         first = max(forward, block, after_one) - microbatch.kept
         if part.head:
             if part.embedding and self.run.shape.tied_embeddings:
@@ -179,5 +192,5 @@ class RankEstimate:
         if not backward.is_last and not states.reduces_each:
             return 0.0
         if states.is_sharded:
-            return (states.reduce + states.reduced) * unit.padded
+            return states.reduce * unit.padded + states.reduced * unit.shard
         return states.buckets

@@ -182,7 +182,7 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool) -> float:
         tensors += 1
     inner = tensors * _inner(run)
     if shape.experts is not None:  # Tokens that the experts received, before and after sorting.
-        inner += 2.0 * run.routed_rows * shape.hidden
+        inner += 2.0 * run.fullest_rows * shape.hidden
     # A tiled kernel saves one float32 per query and head. Others save the scores, or recompute.
     score = 4.0
     if framework.attention != "flash" and not is_selective:
@@ -201,7 +201,7 @@ def _inner(run: PlannedRun) -> float:
     if experts is None:
         return run.tokens * shape.ffn_hidden / layout.tp
     shared = run.tokens * experts.shared_hidden / layout.tp
-    routed = run.routed_rows * experts.hidden / layout.expert_tp
+    routed = run.fullest_rows * experts.hidden / layout.expert_tp
     return shared + routed
 
 

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cached_property, lru_cache
+from operator import add
 from typing import NamedTuple
 
 from parallel3d.config.sharding_strategies import REPLICATED, frees_after_forward
 from parallel3d.planner.model.muon import MuonMatrix, muon_matrices, muon_step_bytes
-from parallel3d.planner.model.parameters import rank_numel
+from parallel3d.planner.model.parameters import expert_numel_on, rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import master_bytes
@@ -31,10 +32,16 @@ _BLOCK = StageSlice(layers=1, embedding=False, head=False)
 
 
 class Unit(NamedTuple):
-    """Parameters of a block or stage: unsharded, and summed over padded data-parallel shards."""
+    """Parameters of a block or stage: unsharded, summed over padded data-parallel shards, and on
+    the first of these shards. A tp rank has the experts of its ep rank, in shards of their own.
+    """
 
     numel: int
     padded: int
+    shard: int
+
+    def plus(self, other: Unit) -> Unit:
+        return Unit(*map(add, self, other))
 
 
 class RankStates:
@@ -54,21 +61,25 @@ class RankStates:
             layout.strategy, layout.gather_cadence
         )
         self.reduce = layout.reduce_bytes
-        # Bytes per parameter of sharded gradients after the last backward pass of their stage.
-        self.reduced = self.master / self.shards
+        # Bytes per parameter of a shard for gradients after the last backward pass of their stage.
+        self.reduced: float = self.master
         if layout.dp > layout.dp_shard and self.reduce != self.master:
-            self.reduced += self.reduce / self.shards  # The input of the all-reduce is kept, too.
+            self.reduced += self.reduce  # The input of the all-reduce is kept, too.
         if run.offloads or not self.is_sharded:
             self.reduced = 0.0
         self.stages = run.stages_of(rank)
         self.parts = tuple(part for part, _ in self.stages)
-        self.block, self.units, self.ends = _units(run.shape, self.parts, layout.tp, self.shards)
+        self.splits = layout.splits
+        found = _units(run.shape, self.parts, *self.splits)
+        self.block, self.experts, self.units, self.ends = found
 
     @cached_property
     def matrices(self) -> tuple[MuonMatrix, ...]:
         """The rank's matrices that Muon updates."""
         layers = sum(part.layers for part in self.parts)
-        return muon_matrices(self.run.shape, self.layout.tp, self.shards) * layers
+        dense = sum(part.dense for part in self.parts)
+        found = muon_matrices(self.run.shape, *self.splits) * (layers - dense)
+        return found + muon_matrices(self.run.shape, *self.splits, dense=True) * dense
 
     @property
     def static_bytes(self) -> tuple[float, float, float]:
@@ -76,13 +87,13 @@ class RankStates:
         if self.run.offloads:
             return 0.0, 0.0, 0.0
         numel = sum(unit.numel for unit in self.units)
-        shard = sum(unit.padded for unit in self.units) / self.shards
+        shard = sum(unit.shard for unit in self.units)
         optimizer = self.run.optimizer
         states = optimizer.state_bytes * shard
         if optimizer.muon is not None:
             hidden = sum(matrix.own for matrix in self.matrices)
             states -= (optimizer.state_bytes - optimizer.muon.state_bytes) * hidden
-        masters = self.master * shard
+        masters: float = self.master * shard
         if self.is_sharded:
             return masters, 0.0, states
         if self.item == self.master:  # Matmuls use the master weights.
@@ -104,12 +115,12 @@ class RankStates:
         is_copied = self.shards > 1 or self.reduce != self.master
         if self.is_sharded or self.layout.replicas == 1 or not is_copied:
             return 0.0
-        bucket = max(self.run.bucket_bytes / self.master, self.block.numel)
+        bucket = max(self.run.bucket_bytes / self.master, self.block.numel, self.experts.numel)
         sent = 0.0
         for unit, end in zip(self.units, self.ends, strict=True):
             share = min((bucket + max(bucket, end.numel)) / unit.numel, 1)
-            sent += share * unit.padded
-        return self.reduce * (1 + (self.shards > 1) / self.shards) * sent
+            sent += share * (unit.padded + (self.shards > 1) * unit.shard)
+        return self.reduce * sent
 
 
 @lru_cache(maxsize=4096)
@@ -118,15 +129,27 @@ def _units(
     parts: tuple[StageSlice, ...],
     tp: int,
     shards: int,
-) -> tuple[Unit, list[Unit], list[Unit]]:
-    """Counts the parameters of a block, of each stage, and of each stage's embedding or head."""
+    ep: int,
+    expert_shards: int,
+) -> tuple[Unit, Unit, list[Unit], list[Unit]]:
+    """Counts the parameters of a block without routed experts, of the experts of a block, of each
+    stage, and of each stage's embedding or head."""
 
     def unit(part: StageSlice) -> Unit:
         shard = rank_numel(shape, (part,), tp, shards=shards)
-        return Unit(rank_numel(shape, (part,), tp), shard * shards)
+        return Unit(rank_numel(shape, (part,), tp), shard * shards, shard)
+
+    def experts(layers: int) -> Unit:
+        numel, shard = (expert_numel_on(shape, layers, ep, n) for n in (1, expert_shards))
+        return Unit(numel, shard * expert_shards, shard)
 
     ends = []
+    units = []
+    blocks = [unit(_BLOCK)]
     for part in parts:
         has_table = part.embedding and (shape.tied_embeddings or not part.head)
-        ends.append(unit(replace(part, layers=0, embedding=has_table)))
-    return unit(_BLOCK), [unit(part) for part in parts], ends
+        ends.append(unit(replace(part, layers=0, dense=0, embedding=has_table)))
+        units.append(unit(part).plus(experts(part.layers - part.dense)))
+        if part.dense:
+            blocks.append(unit(replace(_BLOCK, dense=1)))
+    return max(blocks), experts(1), units, ends

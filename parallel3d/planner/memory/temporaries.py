@@ -4,6 +4,7 @@ temporaries of the largest operators."""
 from __future__ import annotations
 
 from functools import lru_cache
+from math import ceil
 
 from parallel3d.config.attention_kernels import (
     AttentionCall,
@@ -11,21 +12,25 @@ from parallel3d.config.attention_kernels import (
     attention_kernel,
 )
 from parallel3d.config.recipe import Recompute
+from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.planner.memory.activations import BlockActivations
-from parallel3d.planner.model.parameters import block_tables, vocabulary_rows
+from parallel3d.planner.model.parameters import block_tables, expert_tables, vocabulary_rows
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.training.loss_chunks import tokens_at_a_time
 
 
 class MicrobatchBytes:
     """Bytes of one microbatch. `chunk` is the number of tokens per chunk of logits, or None if the
-    logits are not chunked."""
+    logits are not chunked. `adds_in_place` is True if weight gradients of experts are added to
+    those of earlier microbatches one by one."""
 
     def __init__(
         self,
         block: BlockActivations,
         recompute: Recompute,
         chunk: int | None,
+        *,
+        adds_in_place: bool,
     ) -> None:
         shape = block.shape
         item = block.item_bytes
@@ -34,6 +39,7 @@ class MicrobatchBytes:
         full = item * tokens * shape.hidden
         ffn = item * tokens * shape.ffn_hidden // tp
         inputs = shape.feed_forward_inputs
+        experts = shape.experts if block.rows else None
         scores = tokens * block.keys * shape.heads // tp
 
         # A block saves `saved` bytes, or `kept` if it is recomputed. Its output has `hidden` bytes.
@@ -49,7 +55,7 @@ class MicrobatchBytes:
         if block.sequence_parallel and tp > 1:
             input_gradient += 3 * full
         norm = block.outside * block.norm_bytes(shape.hidden)
-        up, down = (item * table.numel for table in block_tables(shape, tp)[3:5])
+        up, down = (item * table.numel for table in block_tables(shape, tp, dense=True)[3:5])
         attention = scores * block.attention.forward_bytes
         # Gathered keys and values, their gradients and a copy of these in the order of ranks. A
         # recomputed block gathers keys and values before the backward pass of its MLP.
@@ -60,6 +66,26 @@ class MicrobatchBytes:
             input_gradient + attention - inputs * ffn + up + down,
             16 * self.hidden * block.dropout,  # Temporaries of a dropout mask.
         )
+        if experts is not None:
+            up, down = (item * table.numel for table in expert_tables(shape, block.ep))
+            if adds_in_place:
+                up = max(up // inputs - down, 0)
+            others = item * sum(table.numel for table in block_tables(shape, tp))
+            rows = item * block.rows * shape.hidden
+            results = item * block.choices * shape.hidden
+            inner = item * block.rows * experts.hidden
+            shared = item * tokens * experts.shared_hidden // tp
+            norms = self.hidden + block.outside * block.norm_bytes(shape.hidden)
+            self.halved = norms + tokens * block.attention_bytes("selective")
+            self.halved += 2 * (full - self.hidden) + 2 * rows + 3 * inner
+            if shared:
+                self.halved += 2 * full + 3 * shared
+            self.backward = self.hidden + max(
+                2 * results + again,
+                rows + 3 * inner + down - results + again,
+                3 * rows - inputs * inner + up + down - results,
+                input_gradient + attention - results - inputs * inner + others,
+            )
         # The last norm and the head save their inputs and the logits.
         rows = vocabulary_rows(shape, tp)
         logits = (chunk or tokens) * rows
@@ -78,9 +104,9 @@ class MicrobatchBytes:
 _CAPABILITIES = {"volta": (7, 0), "hopper": (9, 0)}
 
 
-def microbatch_bytes(run: PlannedRun) -> MicrobatchBytes:
+def microbatch_bytes(run: PlannedRun, *, dense: bool = False) -> MicrobatchBytes:
     """Returns the memory of one microbatch of a planned run. Windowed attention counts as full
-    attention."""
+    attention. `dense` selects the blocks without experts of an MoE model."""
     layout = run.layout
     shape = run.shape
     device = run.cluster.device
@@ -106,6 +132,8 @@ def microbatch_bytes(run: PlannedRun) -> MicrobatchBytes:
         fused_norm=not run.on_cpu,
         dropout=run.optimizer.has_dropout,
         attention=attention_kernel(call, on),
+        ep=layout.ep,
+        rows=0 if dense else ceil(run.fullest_rows),
     )
     chunk = tokens_at_a_time(
         run.optimizer.loss_chunk_tokens,
@@ -114,7 +142,8 @@ def microbatch_bytes(run: PlannedRun) -> MicrobatchBytes:
         tp=layout.tp,
         gpu_bytes=device.gpu_bytes,
     )
-    return _microbatch_bytes(block, layout.recompute, chunk)
+    adds_in_place = layout.strategy in REPLICATED
+    return _microbatch_bytes(block, layout.recompute, chunk, adds_in_place=adds_in_place)
 
 
 _microbatch_bytes = lru_cache(maxsize=4096)(MicrobatchBytes)

@@ -8,7 +8,7 @@ from functools import lru_cache
 from math import prod
 
 from parallel3d.optimizers.rounds import ROUND_ELEMENTS, owners_of, runs
-from parallel3d.planner.model.parameters import hidden_tables
+from parallel3d.planner.model.parameters import expert_tables, hidden_tables
 from parallel3d.planner.model.shapes import ModelShape
 
 
@@ -38,14 +38,36 @@ class MuonCosts:
 
 
 @lru_cache(maxsize=256)
-def muon_matrices(shape: ModelShape, tp: int, shards: int) -> tuple[MuonMatrix, ...]:
-    """Returns the matrices of a block in parameter order, with `shards` data-parallel shards."""
+def muon_matrices(
+    shape: ModelShape,
+    tp: int,
+    shards: int,
+    ep: int,
+    expert_shards: int,
+    *,
+    dense: bool = False,
+) -> tuple[MuonMatrix, ...]:
+    """Returns the matrices of a block in parameter order, with `shards` data-parallel shards, and
+    `expert_shards` of the experts. `dense` selects a dense layer of an MoE model."""
     found: list[MuonMatrix] = []
-    for full, part in zip(hidden_tables(shape, 1), hidden_tables(shape, tp), strict=True):
+    experts = None if dense else shape.experts
+    linear = [[*hidden_tables(shape, size, dense=dense)] for size in (1, tp)]
+    if experts is not None:
+        for tables in linear:
+            del tables[3]  # AdamW updates the router.
+    for full, part in zip(*linear, strict=True):
         ranks = full.numel // part.numel  # Number of tp ranks that share the matrix.
         own = part.shard(shards) // part.times
         matrix = MuonMatrix((full.rows, full.columns), shards * ranks, own)
         found += [matrix] * full.times
+    if experts is not None:
+        for table in expert_tables(shape, ep):
+            height = table.rows * ep // experts.count
+            held = table.shard(expert_shards) // (table.columns * table.times)  # Rows.
+            for first in range(0, experts.count * height, height):
+                own = min(max(0, held - first), height) * table.columns
+                matrix = MuonMatrix((height, table.columns), expert_shards * ep, own)
+                found += [matrix] * table.times
     return tuple(found)
 
 

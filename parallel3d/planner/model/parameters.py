@@ -102,7 +102,7 @@ def _routed_tables(shape: ModelShape, experts: Experts, tp: int) -> list[Table]:
     if shared:
         tables += [Table(shared, h, shape.feed_forward_inputs), Table(h, shared)]
     if experts.shared_gate:
-        tables.append(Table(h))
+        tables.append(Table(1, h))
     if experts.router_bias:
         tables.append(Table(experts.count))
     return tables
@@ -116,6 +116,22 @@ def expert_numel(shape: ModelShape, part: StageSlice) -> int:
     return layers * shape.experts.count * _one_expert(shape, shape.experts)
 
 
+@lru_cache(maxsize=256)
+def expert_tables(shape: ModelShape, ep: int) -> tuple[Table, ...]:
+    """Returns the routed experts of a block on one of `ep` ranks, stacked as in parallel3d."""
+    experts = shape.experts
+    if experts is None:
+        return ()
+    own = experts.count // ep
+    wide = Table(own * experts.hidden, shape.hidden, shape.feed_forward_inputs)
+    return (wide, Table(own * shape.hidden, experts.hidden))
+
+
+def expert_numel_on(shape: ModelShape, layers: int, ep: int, shards: int, rank: int = 0) -> int:
+    """Counts the routed experts of `layers` blocks on one of an ep rank's data-parallel shards."""
+    return layers * sum(table.shard(shards, rank) for table in expert_tables(shape, ep))
+
+
 def _one_expert(shape: ModelShape, experts: Experts) -> int:
     return (shape.feed_forward_inputs + 1) * shape.hidden * experts.hidden
 
@@ -123,19 +139,24 @@ def _one_expert(shape: ModelShape, experts: Experts) -> int:
 def hidden_tables(shape: ModelShape, tp: int, *, dense: bool = False) -> tuple[Table, ...]:
     """Returns the matrices of a block on a tp rank, attention first, without routed experts. Muon
     updates them."""
-    return tuple(table for table in block_tables(shape, tp, dense=dense) if table.columns > 1)
+    tables = block_tables(shape, tp, dense=dense)
+    return tuple(table for table in tables if min(table.rows, table.columns) > 1)
 
 
 @lru_cache(maxsize=256)
+def weights_of_block(shape: ModelShape, *, dense: bool = False) -> int:
+    """Counts the matmul weights that a token uses in a block."""
+    weights = sum(table.numel for table in hidden_tables(shape, 1, dense=dense))
+    if shape.experts is None or dense:
+        return weights
+    return weights + shape.experts.per_token * _one_expert(shape, shape.experts)
+
+
 def block_weights(shape: ModelShape) -> float:
     """Counts the matmul weights that a token uses in a block, as the mean over all blocks."""
-    weights = sum(table.numel for table in hidden_tables(shape, 1))
-    experts = shape.experts
-    if experts is None:
-        return weights
-    weights += experts.per_token * _one_expert(shape, experts)
-    dense = sum(table.numel for table in hidden_tables(shape, 1, dense=True))
-    return weights + (dense - weights) * experts.dense_layers / shape.layers
+    weights = weights_of_block(shape)
+    dense = weights_of_block(shape, dense=True)
+    return weights + (dense - weights) * shape.first_dense / shape.layers
 
 
 def vocabulary_rows(shape: ModelShape, tp: int, rank: int = 0) -> int:

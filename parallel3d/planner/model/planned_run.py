@@ -10,25 +10,13 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.config.sharding_strategies import REPLICATED, Cadence, usual_bucket_mib
 from parallel3d.planner.hardware.cluster import Cluster, Group, axis_group
 from parallel3d.planner.hardware.framework import FrameworkProfile
-from parallel3d.planner.model.parameters import block_weights, expert_numel, rank_numel
+from parallel3d.planner.model.parameters import expert_numel, rank_numel, weights_of_block
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.schedules.balance import PartCosts, balanced_cut, sizes_between
 from parallel3d.schedules.build import placement
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.shard_sizes import largest_shard
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrameworkLayout(ParallelConfig):
-    """A layout with an axis that only other frameworks support.
-
-    `ep` shards the experts of an MoE model. It reuses the tp, cp and data-parallel ranks of a
-    stage.
-    """
-
-    ep: int = 1
-
 
 AnyLayout = TypeVar("AnyLayout", bound=ParallelConfig)
 
@@ -41,13 +29,14 @@ def varied(layout: AnyLayout, **changes: Any) -> AnyLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunLayout(FrameworkLayout):
+class RunLayout(ParallelConfig):
     """A layout with the number of microbatches and, for each kind of state, of shards.
 
     For a published run, `sharding` is None, and `schedule` and `recompute` may have values of other
     frameworks (recompute "op").
     """
 
+    ep: int = 1
     microbatches: int = 1
     expert_tp: int = 1  # Number of ranks that share one expert.
     # Number of ranks that share one parameter (ZeRO-3), or 1 if it is unsharded.
@@ -75,6 +64,13 @@ class RunLayout(FrameworkLayout):
         return max(1, min(self.expert_replicas, own_shards))
 
     @property
+    def splits(self) -> tuple[int, int, int, int]:
+        """Ranks that divide weights, and data-parallel shards of optimizer states: first of all
+        parameters except routed experts, then of these."""
+        shards = self.optimizer_shards
+        return self.tp, shards, self.ep, self.expert_shards(shards)
+
+    @property
     def reduce_bytes(self) -> int:
         """Bytes per element of a gradient in a reduction."""
         return 2 if self.reduce_dtype == "bf16" else 4
@@ -92,6 +88,7 @@ class PlannedRun:
     precision: str = "bf16"
     # Training options that affect the memory of parallel3d, and the time of Muon.
     optimizer: OptimizerMemory = OptimizerMemory()
+    imbalance: float = 1.0  # Rows of the fullest rank of experts relative to the mean, in memory.
 
     @property
     def tokens(self) -> int:
@@ -136,9 +133,19 @@ class PlannedRun:
             self.shape, (part,), self.layout.tp, repeats_kv_heads=not self.runs_parallel3d
         )
 
+    @property
+    def fullest_rows(self) -> float:
+        """Rows that the fullest rank's experts compute per microbatch."""
+        return self.imbalance * self.routed_rows
+
     def stage_experts(self, part: StageSlice) -> int:
         """Counts the parameters of routed experts on a rank for a slice of the model."""
         return expert_numel(self.shape, part) // (self.layout.ep * self.layout.expert_tp)
+
+    def shard_numel(self, part: StageSlice, shards: int) -> float:
+        """Returns the mean number of parameters on each of `shards` shards of a slice."""
+        experts = self.stage_experts(part) / self.layout.expert_shards(shards)
+        return self.stage_parameters(part) / shards + experts
 
     @property
     def offloads(self) -> bool:
@@ -263,11 +270,13 @@ def _together(stages: tuple[StageSlice, ...], placement: tuple[int, ...]) -> tup
 def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
     """Splits the layers as the trainer does, by the costs of `ModelConfig.part_costs`."""
     costs = PartCosts.of(
-        block_weights=block_weights(shape),
+        block_weights=weights_of_block(shape),
         hidden=shape.hidden,
         query_hidden=shape.query_hidden,
         vocab=shape.vocab,
         seq_len=seq_len,
+        dense_blocks=min(shape.first_dense, shape.layers - 1),
+        dense_weights=weights_of_block(shape, dense=True),
     )
     return tuple(balanced_cut(shape.layers, stages, costs))
 
@@ -298,10 +307,12 @@ def from_config(
     gather = parallel.gather_cadence
     if not framework.is_parallel3d:
         gather = parallel.gather or other_gather(parallel.pp, microbatches)
+    usual_ep = parallel.tp if framework.is_parallel3d else 1
     split = parallel.dp_shard * parallel.cp
     shards = 1 if parallel.strategy in REPLICATED else split
     beyond = {
         "sharding": parallel.strategy,
+        "ep": parallel.ep or usual_ep,
         "recompute_every": parallel.recompute_every or 1,
         "gather": gather,
         "microbatches": microbatches,

@@ -17,7 +17,6 @@ from parallel3d.planner.model.parameters import (
     model_flops_per_token,
     total_parameters,
 )
-from parallel3d.planner.model.planned_run import FrameworkLayout
 from parallel3d.planner.model.uncertainty import Figure
 from parallel3d.planner.search.fastest import Objective
 from parallel3d.planner.search.neighbours import Neighbour
@@ -289,7 +288,7 @@ def bar(share: float) -> str:
 
 def layout_text(parallel: ParallelConfig) -> str:
     """Returns a layout as recipe overrides, without defaults."""
-    plain = asdict(FrameworkLayout())
+    plain = asdict(ParallelConfig())
     said = []
     for key, value in asdict(parallel).items():
         if value != plain[key]:
@@ -305,7 +304,7 @@ def layout_columns(layouts: Sequence[ParallelConfig]) -> Iterator[str]:
     """
     axes = []
     for axis in ("cp", "ep"):
-        if any(vars(parallel).get(axis, 1) > 1 for parallel in layouts):
+        if any((getattr(parallel, axis) or 1) > 1 for parallel in layouts):
             axes.append(axis)
     yield f"  tp  pp  vs{''.join(f'  {axis}' for axis in axes)}  dp s x r  mb recompute"
     for parallel in layouts:

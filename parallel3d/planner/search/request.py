@@ -31,7 +31,7 @@ class Fixed:
     dp_replicate: int | None = None
     dp_shard: int | None = None
     tp: int | None = None
-    cp: int | None = None  # `cp` and `ep` need a framework with these axes
+    cp: int | None = None
     ep: int | None = None
     virtual_stages: int | None = None
     schedule: ScheduleName | None = None
@@ -74,11 +74,21 @@ class PlanRequest:
     risk: float | None = None
     failures: Failures | None = None
     schedules: tuple[ScheduleName, ...] = ("1f1b", "interleaved_1f1b")  # Schedules to compare.
+    imbalance: float = 1.0  # Rows of the fullest rank of experts relative to the mean, in memory.
     recorded: Mapping[str, Any] = field(default_factory=lambda: {"runs_by_hardware": {}})
 
     @property
     def usable_bytes(self) -> float:
         return self.cluster.device.memory_bytes * self.memory_fraction
+
+    @property
+    def lacks_experts(self) -> bool:
+        """True if the framework cannot train the experts of the shape."""
+        experts = self.shape.experts
+        if experts is None or "ep" not in self.framework.axes:
+            return experts is not None
+        is_beyond = self.shape.latent is not None or experts.most_groups is not None
+        return is_beyond and self.framework.is_parallel3d
 
     def planned_shape(self, tp: int) -> ModelShape:
         """Returns the shape with the vocabulary padded as the framework does.
@@ -100,6 +110,7 @@ class PlanRequest:
             seq_len=self.seq_len,
             precision=self.precision,
             optimizer=self.training,
+            imbalance=self.imbalance,
         )
 
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from itertools import product
 from math import gcd, prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, Recompute, TrainConfig
 from parallel3d.config.rules_layout import (
     batch_errors,
+    expert_errors,
     model_errors,
     parallel_errors,
     schedule_errors,
@@ -25,7 +28,7 @@ from parallel3d.config.rules_layout import (
 from parallel3d.config.schema import range_errors
 from parallel3d.config.sharding_strategies import FREED_BETWEEN_USES, HYBRID_OF, ShardingName
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.planned_run import FrameworkLayout, varied
+from parallel3d.planner.model.planned_run import varied
 from parallel3d.planner.search.request import PlanRequest
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.shard_sizes import divisors
@@ -56,6 +59,9 @@ def layout_errors(request: PlanRequest, parallel: ParallelConfig) -> Iterator[st
 
 def _recipe(request: PlanRequest, parallel: ParallelConfig) -> Recipe:
     shape = request.planned_shape(parallel.tp)
+    experts = shape.experts
+    if experts is not None:
+        known = {field.name: getattr(experts, field.name) for field in fields(ExpertsConfig)}
     model = ModelConfig(
         layers=shape.layers,
         hidden=shape.hidden,
@@ -64,6 +70,7 @@ def _recipe(request: PlanRequest, parallel: ParallelConfig) -> Recipe:
         head_dim=shape.head_dim,
         ffn_hidden=shape.ffn_hidden,
         vocab=shape.vocab,
+        experts=experts and ExpertsConfig(**known),
     )
     train = TrainConfig(
         steps=1, global_batch_size=request.global_batch_size, seq_len=request.seq_len
@@ -75,6 +82,8 @@ def _rule_errors(request: PlanRequest, parallel: ParallelConfig) -> Iterator[str
     recipe = _recipe(request, parallel)
     for rule in (parallel_errors, model_errors, schedule_errors, batch_errors):
         yield from rule(recipe)
+    if request.framework.is_parallel3d:
+        yield from expert_errors(recipe)
     yield from sharding_errors(parallel)
     tp = parallel.tp
     kv_heads = request.shape.kv_heads
@@ -100,19 +109,19 @@ def _plain_layouts(request: PlanRequest) -> Iterator[ParallelConfig]:
         left, uneven = divmod(request.gpus, tp * pp)
         if uneven:
             continue
-        for cp, more in product(_context_sizes(request, left), _expert_sizes(request, left * tp)):
+        for cp, ep in product(_context_sizes(request, left), _expert_sizes(request, tp, left)):
             dp = left // cp
-            if request.global_batch_size % dp or not fixed.allows(cp=cp, **more):
+            if request.global_batch_size % dp or not fixed.allows(cp=cp, ep=ep or fixed.ep):
                 continue
             is_even = tp > 1 and request.seq_len // cp % tp == 0
-            yield (FrameworkLayout if more else ParallelConfig)(
+            yield ParallelConfig(
                 pp=pp,
                 dp_shard=dp,
                 cp=cp,
                 tp=tp,
+                ep=ep,
                 sequence_parallel=is_even and fixed.allows(sequence_parallel=True),
                 offload=bool(fixed.offload),
-                **more,
             )
 
 
@@ -135,14 +144,14 @@ def _context_sizes(request: PlanRequest, left: int) -> list[int]:
     return [cp for cp in divisors(gcd(left, request.seq_len // 2)) if cp <= most]
 
 
-def _expert_sizes(request: PlanRequest, of_stage: int) -> list[dict[str, Any]]:
-    """Returns each ep that divides the `of_stage` ranks of a stage and the experts, or an empty
-    dict if the framework lacks this axis."""
-    if "ep" not in request.framework.axes:
-        return [{}]
+def _expert_sizes(request: PlanRequest, tp: int, left: int) -> list[int | None]:
+    """Returns the values of ep to try: None without experts, else those that divide the experts and
+    the ranks of a stage (devices / pp). For parallel3d, they are multiples of tp."""
     experts = request.shape.experts
-    count = 1 if experts is None else experts.count
-    return [{"ep": ep} for ep in divisors(gcd(count, of_stage))]
+    if experts is None:
+        return [None]
+    step = tp if request.framework.is_parallel3d else 1
+    return [ep for ep in divisors(gcd(experts.count, left * tp)) if ep % step == 0]
 
 
 def _families_of(request: PlanRequest, plain: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -157,6 +166,8 @@ def _families_of(request: PlanRequest, plain: ParallelConfig) -> Iterator[Parall
     for size, name in product(sizes, names):
         if is_free and gcd(size, plain.cp) > 1:
             continue
+        if plain.ep is not None and size * request.seq_len // plain.cp % plain.tp:
+            continue  # Each tp rank routes as many tokens.
         for virtual in _stage_counts(request, name, plain.pp):
             choice = dict(virtual_stages=virtual, microbatch_size=size)
             if fixed.allows(**choice) and (virtual == 1 or sequences // size % plain.pp == 0):
@@ -221,9 +232,13 @@ def data_axis_splits(request: PlanRequest, family: ParallelConfig) -> Iterator[P
     fixed = request.fixed
     dp = family.dp_shard
     frees = family.pp == 1 and request.global_batch_size > dp * family.microbatch_size
+    # The ranks that share experts lie within dp_shard x cp x tp.
+    step = 1
+    if family.ep is not None and request.framework.is_parallel3d:
+        step = family.ep // gcd(family.ep, family.cp * family.tp)
     for shards in divisors(dp):
         replicas = dp // shards
-        if not fixed.allows(dp_shard=shards, dp_replicate=replicas):
+        if shards % step or not fixed.allows(dp_shard=shards, dp_replicate=replicas):
             continue
         for strategy in _strategies(request, shards, family.cp, replicas):
             gather = fixed.gather
@@ -303,6 +318,11 @@ def check_fixed(request: PlanRequest) -> None:
     recompute = recompute_choices(request, 1)[0]
     for error in layout_errors(request, recompute.of(least)):
         raise ConfigError(error)
+    if fixed.ep is not None and request.framework.is_parallel3d:
+        ranks = gpus // (least.pp * least.cp * least.tp * (fixed.dp_replicate or 1))
+        most = varied(least, dp_shard=fixed.dp_shard or max(1, ranks), ep=fixed.ep)
+        for error in expert_errors(_recipe(request, most)):
+            raise ConfigError(error)
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
     sizes = {axis: getattr(fixed, axis) for axis in axes if getattr(fixed, axis)}
     size = prod(sizes.values())

@@ -38,8 +38,7 @@ def put_in_order(request: PlanRequest, candidates: Iterable[Candidate]) -> list[
     def preference(candidate: Candidate) -> tuple[float, ...]:
         parallel = candidate.parallel
         passes = 2 if parallel.recompute == "full" else 1
-        ep = vars(parallel).get("ep", 1)
-        means = (parallel.tp, parallel.pp, parallel.cp, ep, passes)
+        means = (parallel.tp, parallel.pp, parallel.cp, parallel.ep or 1, passes)
         return (
             widths[candidate] > narrow,
             len([size for size in means if size > 1]),

@@ -109,7 +109,7 @@ class TpPpSearch:
         groups: dict[object, list[_Family]] = {}
         for family in self._families:
             parallel = family.parallel
-            key = parallel.microbatch_size, parallel.cp, vars(parallel).get("ep")
+            key = parallel.microbatch_size, parallel.cp, parallel.ep
             groups.setdefault(key, []).append(family)
         found = []
         for group in groups.values():
@@ -264,7 +264,7 @@ class TpPpSearch:
         if not self._request.framework.is_parallel3d:
             return self._layout_bytes(family, way, kind)
         shards = way.dp_shard * way.cp
-        key = (way.schedule, way.virtual_stages, way.strategy, shards, way.gather)
+        key = (way.schedule, way.virtual_stages, way.strategy, shards, way.ep, way.gather)
         if key not in self._states:
             run = self._request.planned_run(way)
             self._states[key], _ = RankEstimate(run, 0).least_bytes

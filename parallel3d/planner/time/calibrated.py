@@ -15,6 +15,7 @@ from parallel3d.planner.time.block import (
 )
 from parallel3d.planner.time.collectives import (
     context_gather_s,
+    experts_exchange_s,
     hidden_bytes,
     send_s,
     tp_exchange_s,
@@ -65,10 +66,12 @@ class CalibratedHost:
         block = block_times(run, kernels)
         tp_forward, tp_backward = self._tp_s()
         cp = context_gather_s(run)
+        ep = 2 * experts_exchange_s(run)
         # The measured cost of recompute includes its dispatch.
         share = 1 / run.layout.recompute_every
         if recompute == "every_n":
             recompute = "full"
+        ep_again = share * ep if recompute == "full" else 0.0
         again = block.again_s + share * process.recompute.get(recompute, 0.0)
         if recompute == "full":
             tp_backward += share * tp_forward
@@ -90,10 +93,11 @@ class CalibratedHost:
                 recompute=again,
                 tp=tp_forward + tp_backward + self.tp.block,
                 cp=3 * cp,
+                ep=2 * ep + ep_again,
                 dp=self.dp.block,
                 overhead=dispatch + dispatch_back,
             ),
-            forward_s=block.forward_s + dispatch + tp_forward + cp + added,
+            forward_s=block.forward_s + dispatch + tp_forward + cp + ep + added,
             weight_s=block.weight_s,
             head_s=(head_forward + loss + end_forward, head_backward + loss + end_backward),
             embedding_s=(embedding_forward + end_forward, embedding_backward + end_backward),
@@ -140,13 +144,14 @@ class CalibratedHost:
         base = self.process.overhead
         layout = self.run.layout
         layers = part.layers
-        parameters = self.run.stage_parameters(part)
+        parameters = self.run.stage_parameters(part) + self.run.stage_experts(part)
         rounds = 1
         if "microbatch" in (layout.gather_cadence, layout.reduce):
             rounds = layout.microbatches
         dp = self.dp
         data = rounds * (dp.step + layers * dp.layer + parameters * dp.parameter)
-        optimizer = base.parameter * parameters / layout.optimizer_shards + layers * base.layer
+        shard = self.run.shard_numel(part, layout.optimizer_shards)
+        optimizer = base.parameter * shard + layers * base.layer
         overhead = base.step + self.tp.step + layers * self.tp.layer
         slowdown = self.slowdown
         return slowdown * data, slowdown * optimizer, slowdown * overhead

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 
 from parallel3d.planner.hardware.units import ROUNDED
-from parallel3d.planner.model.muon import MuonCosts
-from parallel3d.planner.model.parameters import hidden_tables, model_flops_per_token
+from parallel3d.planner.model.muon import MuonCosts, muon_matrices
+from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.model.training import master_bytes
@@ -307,7 +307,7 @@ def _offload_s(run: PlannedRun, part: StageSlice) -> tuple[float, float]:
 
     Both rates are assumptions, and nothing is overlapped with compute.
     """
-    shard = run.stage_parameters(part) / run.layout.parameter_shards
+    shard = run.shard_numel(part, run.layout.parameter_shards)
     crossings = 2  # Transfers per step: parameters to the GPU, and gradients to the CPU.
     if run.gathers_each_microbatch:
         crossings = 1 + 2 * run.layout.microbatches
@@ -323,14 +323,8 @@ def _optimizer_s(run: PlannedRun, part: StageSlice) -> float:
     """
     framework = run.framework
     layout = run.layout
-    parameters = run.stage_parameters(part)
-    experts = run.stage_experts(part)
-
-    def split(shards: int) -> float:
-        return parameters / shards + experts / layout.expert_shards(shards)
-
-    bytes_ = split(layout.optimizer_shards) * 30.0
-    bytes_ += split(layout.gradient_shards) * 3 * framework.gradient_bytes
+    bytes_ = run.shard_numel(part, layout.optimizer_shards) * 30.0
+    bytes_ += run.shard_numel(part, layout.gradient_shards) * 3 * framework.gradient_bytes
     return bytes_ / _kernels(run).memory_rate
 
 
@@ -342,12 +336,13 @@ def _muon_s(run: PlannedRun, muon: MuonCosts, part: StageSlice) -> float:
     device = run.cluster.device
     layout = run.layout
     ranks = layout.replicas * layout.tp
+    matrices = muon_matrices(run.shape, *layout.splits)
     flops = 0.0
-    for table in hidden_tables(run.shape, 1):
-        short, long = sorted((table.rows, table.columns))
-        flops += table.times * 2 * short * short * (2 * long + short)
+    for matrix in matrices:
+        short, long = sorted(matrix.shape)
+        flops += 2 * short * short * (2 * long + short)
     rate = device.peak("fp32" if muon.item_bytes == 4 else "bf16") * device.matmul_efficiency
-    own = sum(table.shard(layout.optimizer_shards) for table in hidden_tables(run.shape, layout.tp))
+    own = sum(matrix.own for matrix in matrices)
     sent = float(muon.item_bytes * part.layers * own)
     exchange_s = 2 * all_gather_s(run.cluster, run.group(ranks, 1), sent)
     return muon.iterations * part.layers * flops / ranks / rate + exchange_s
