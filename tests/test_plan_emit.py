@@ -51,6 +51,7 @@ def emit(arguments: str, capsys: Said) -> Recipe:
         "--model llama1-7b --gpu h100 --gpus 16 --seq-len 2048 --global-batch 128 --fix pp=2,vpp=4",
         "--model quickstart --gpu cpu --gpus 4 --optimizer-bits 16",
         f"{SMALL} --precision bf16_pure --optimizer-bits 32",
+        "--model qwen3-30b-a3b --gpu h100 --gpus 16 --seq-len 4096 --global-batch 64 --fix ep=4",
     ],
 )
 def test_the_trainer_takes_an_emitted_recipe_as_it_is(arguments: str, capsys: Said) -> None:

@@ -120,9 +120,20 @@ BAD_INPUTS = [
         "train.seq_len = 4096: must be a multiple of 6, because parallel.cp = 3 splits",
     ),
     (
-        f"--model mixtral-8x7b {ON}",
-        "which parallel3d cannot train without expert parallelism; try --framework",
+        f"--model deepseek-v3 {ON}",
+        "has experts or attention that parallel3d cannot train; try --framework",
     ),
+    (f"{ASKED} --fix ep=4", "parallel.ep = 4: only used with model.experts; try parallel.ep=null"),
+    (
+        f"--model mixtral-8x7b {ON} --fix tp=2,ep=3",
+        "parallel.ep = 3: must divide dp_shard x cp x tp = 16 and model.experts.count = 8, and be "
+        "a multiple of parallel.tp = 2; try parallel.ep=2, 4 or 8",
+    ),
+    (
+        f"memory --model mixtral-8x7b {ON} --layout dp_shard=4,ep=8",
+        "parallel.ep = 8: must divide dp_shard x cp x tp = 4",
+    ),
+    (f"{ASKED} --imbalance 0.5", "--imbalance: '0.5' must be a ratio of at least 1, such as 1.2"),
     (
         f"{ASKED} --fix dp=8",
         "--fix dp=8: the data-parallel size follows from tp and pp; set dp_shard",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.recipe import (
     ModelConfig,
     OptimizerConfig,
@@ -26,6 +27,7 @@ LLAMA = ModelConfig(
     ffn_hidden=11264,
     vocab=32003,
 )
+EXPERTS = ExpertsConfig(count=16, per_token=2, hidden=1408, shared_hidden=2816, shared_gate=True)
 GPT = ModelConfig(
     architecture="gpt",
     layers=12,
@@ -74,6 +76,20 @@ LAYOUTS = {
             recompute="selective",
         ),
         "bf16",
+        2,
+        0,
+    ),
+    "experts on more ranks than tp": (
+        replace(LLAMA, experts=EXPERTS),
+        ParallelConfig(pp=2, dp_shard=8, tp=2, ep=8, sequence_parallel=True, recompute="selective"),
+        "bf16",
+        2,
+        0,
+    ),
+    "experts, each replicated, on ranks that route a part of the tokens": (
+        replace(LLAMA, experts=replace(EXPERTS, dense_layers=2)),
+        ParallelConfig(dp_replicate=2, tp=2, microbatch_size=2, sharding="NO_SHARD"),
+        "fp32",
         2,
         0,
     ),
@@ -180,6 +196,19 @@ def test_parameters_are_split_over_dp_shard_and_cp() -> None:
     last = verify(recipe, 15)
     assert first.parameters == first.dry.parameter_count
     assert last.parameters == last.dry.parameter_count < first.parameters
+
+
+def test_experts_are_split_over_the_other_ranks_of_a_stage() -> None:
+    """8 rows of matrices on each ep rank, which 3 data-parallel shards divide."""
+    model = replace(SMALL, experts=ExpertsConfig(count=4, per_token=1, hidden=8))
+    recipe = _recipe(model, ParallelConfig(dp_shard=3, cp=2, tp=2, ep=4), "bf16", 1)
+    for optimizer in ("adamw", "muon"):
+        own = replace(recipe, optimizer=OptimizerConfig(name=optimizer))  # type: ignore[arg-type]
+        for rank in (0, 11):
+            found = verify(own, rank)
+            assert found.parameters == found.dry.parameter_count
+            _, (_, states, dry_states), *_ = found.rows()
+            assert states == pytest.approx(dry_states, rel=0.01)
 
 
 @pytest.mark.parametrize(

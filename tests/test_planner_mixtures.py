@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from parallel3d.config.recipe import ParallelConfig
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import Cluster, load_cluster
 from parallel3d.planner.hardware.framework import FRAMEWORKS
@@ -192,6 +193,32 @@ def test_experts_are_divided_over_ep_and_their_states_over_those_that_have_the_s
     assert whole.parameters - divided.parameters == 2 * experts * 7 / 8
     assert whole.optimizer == divided.optimizer  # 64 ranks share all, 8 of them share each eighth
     assert whole.activations == divided.activations
+
+
+def test_experts_of_parallel3d_are_priced_by_their_ranks_and_rows(h100: Cluster) -> None:
+    asked = PlanRequest(
+        shape=named_shape("mixtral-8x7b", shape_cards()),
+        cluster=h100,
+        gpus=16,
+        seq_len=4096,
+        global_batch_size=16,
+    )
+    one, eight = (
+        asked.planned_run(ParallelConfig(dp_shard=16, ep=ep, gather="step")) for ep in (1, 8)
+    )
+    assert step_cost(one).parts.ep == 0 < step_cost(eight).parts.ep
+    recomputed = asked.planned_run(ParallelConfig(dp_shard=16, ep=8, recompute="full"))
+    assert step_cost(recomputed).parts.ep == pytest.approx(1.5 * step_cost(eight).parts.ep)
+    whole, divided, fuller = map(worst_rank, (one, eight, replace(eight, imbalance=1.5)))
+    assert whole.optimizer == divided.optimizer  # 16 ranks share all, 2 of them share each eighth
+    assert whole.activations == divided.activations < fuller.activations
+    experts = 32 * 3 * 4096 * 14336
+    assert whole.buffers - divided.buffers == 2 * (8 - 1) * experts
+
+
+def test_the_card_of_a_shape_that_cases_name_is_the_shape() -> None:
+    name = "qwen3-30b-a3b"  # cases are read without cards
+    assert named_shape(name, {}) == named_shape(name, shape_cards())
 
 
 @pytest.mark.parametrize("framework", ["parallel3d", "megatron-core"])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.recipe import (
     DataConfig,
     ModelConfig,
@@ -40,6 +41,7 @@ MODEL = ModelConfig(
     ffn_hidden=2816,
     vocab=32000,
 )
+MIXTURE = replace(MODEL, experts=ExpertsConfig(count=8, per_token=2, hidden=1408, dense_layers=1))
 
 
 def request(**changes: object) -> PlanRequest:
@@ -54,8 +56,9 @@ def request(**changes: object) -> PlanRequest:
     return replace(whole, **changes)  # type: ignore[arg-type]
 
 
-def test_every_strategy_is_a_valid_recipe() -> None:
-    asked = request()
+@pytest.mark.parametrize("model", [MODEL, MIXTURE])
+def test_every_strategy_is_a_valid_recipe(model: ModelConfig) -> None:
+    asked = request(shape=from_config(model))
     for found in search(asked, top=20).strategies:
         assert found.parallel.world_size == asked.gpus
         train = TrainConfig(
@@ -65,7 +68,7 @@ def test_every_strategy_is_a_valid_recipe() -> None:
         )
         validate(
             Recipe(
-                model=MODEL,
+                model=model,
                 train=train,
                 parallel=found.parallel,
                 data=DataConfig(),

@@ -4,9 +4,11 @@ bounds."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
+from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
 from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.memory.estimate import RankEstimate
@@ -34,10 +36,18 @@ MODEL = ModelConfig(
 )
 
 
-def request(memory_fraction: float, *schedules: ScheduleName, seq_len: int = 2048) -> PlanRequest:
+MIXTURE = replace(MODEL, experts=ExpertsConfig(count=4, per_token=2, hidden=2816, dense_layers=1))
+
+
+def request(
+    memory_fraction: float,
+    *schedules: ScheduleName,
+    seq_len: int = 2048,
+    model: ModelConfig = MODEL,
+) -> PlanRequest:
     cluster = load_cluster("a100-40gb", [HARDWARE])
     return PlanRequest(
-        shape=from_config(MODEL),
+        shape=from_config(model),
         cluster=cluster,
         gpus=8,
         seq_len=seq_len,
@@ -54,12 +64,12 @@ def every(asked: PlanRequest, family: ParallelConfig) -> Iterator[ParallelConfig
                 yield from (kind.of(each) for kind in recompute_choices(asked, family.pp))
 
 
-@pytest.mark.parametrize("seq_len", [2048, 8192])
+@pytest.mark.parametrize("seq_len, model", [(2048, MODEL), (8192, MODEL), (2048, MIXTURE)])
 @pytest.mark.parametrize("schedules", [(), ("zb_h1", "zb_v", "looped_bfs")])
 def test_the_bounds_are_below_what_they_bound(
-    schedules: tuple[ScheduleName, ...], seq_len: int
+    schedules: tuple[ScheduleName, ...], seq_len: int, model: ModelConfig
 ) -> None:
-    asked = request(0.95, *schedules, seq_len=seq_len)
+    asked = request(0.95, *schedules, seq_len=seq_len, model=model)
     seen = 0
     for family in (family for own in families(asked).values() for family in own):
         for parallel in every(asked, family):
@@ -72,13 +82,16 @@ def test_the_bounds_are_below_what_they_bound(
     assert seen > 100
 
 
-@pytest.mark.parametrize("memory_fraction, seq_len", [(0.9, 2048), (0.2, 2048), (0.4, 8192)])
+@pytest.mark.parametrize(
+    "memory_fraction, seq_len, model",
+    [(0.9, 2048, MODEL), (0.2, 2048, MODEL), (0.4, 8192, MODEL), (0.25, 2048, MIXTURE)],
+)
 def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(
-    memory_fraction: float, seq_len: int
+    memory_fraction: float, seq_len: int, model: ModelConfig
 ) -> None:
     """The fastest and the lowest are compared with those among all layouts, each priced and
     weighed."""
-    asked = request(memory_fraction, seq_len=seq_len)
+    asked = request(memory_fraction, seq_len=seq_len, model=model)
     for (tp, pp), own in families(asked).items():
         jobs = {
             parallel: asked.planned_run(parallel)

@@ -64,12 +64,15 @@ class RankEstimate:
         unit = states.units[stage]
         end = states.ends[stage]
         every = self.run.layout.recompute_every
-        saved = halved = 0.0
-        kinds = ((self.dense, 0, part.dense), (microbatch, part.dense, part.layers))
-        for kind, begin, end_ in kinds:
-            again = len(range(-(first + begin) % every, end_ - begin, every))  # Recomputed blocks.
-            saved += again * kind.kept + (end_ - begin - again) * kind.saved
-            halved += (end_ - begin) * kind.halved
+        again = len(range(-first % every, part.layers, every))  # Number of recomputed blocks.
+        saved = again * microbatch.kept + (part.layers - again) * microbatch.saved
+        halved = part.layers * microbatch.halved
+        if part.dense:  # The first blocks of the stage have no experts.
+            again = len(range(-first % every, part.dense, every))
+            dense = self.dense
+            saved += again * (dense.kept - microbatch.kept)
+            saved += (part.dense - again) * (dense.saved - microbatch.saved)
+            halved += part.dense * (dense.halved - microbatch.halved)
         head = microbatch.saved_by_head * part.head
         unsharded = unit.padded * states.is_sharded
         if states.frees_forward:  # Only the parameters for the loss stay unsharded.
@@ -152,7 +155,9 @@ class RankEstimate:
         if part.dense:  # The stage has blocks with and without experts, or only the latter.
             kinds = [self.dense, self.microbatch][: 1 + (part.layers > part.dense)]
             microbatch = max(kinds, key=lambda kind: kind.saved + kind.backward)
-        sent = max(self._sent(backward, unit) for unit in (states.block, states.experts))
+        sent = self._sent(backward, states.block)
+        if states.experts.numel:
+            sent = max(sent, self._sent(backward, states.experts))
         end = states.ends[backward.stage]
         end_sent = self._sent(backward, end)
         end_made = states.item * end.numel * states.is_sharded
