@@ -27,7 +27,13 @@ LLAMA = ModelConfig(
     ffn_hidden=11264,
     vocab=32003,
 )
-EXPERTS = ExpertsConfig(count=16, per_token=2, hidden=1408, shared_hidden=2816, shared_gate=True)
+EXPERTS = ExpertsConfig(
+    count=16,
+    per_token=2,
+    hidden=1408,
+    shared_hidden=2816,
+    shared_gate=True,
+)
 GPT = ModelConfig(
     architecture="gpt",
     layers=12,
@@ -200,7 +206,10 @@ def test_parameters_are_split_over_dp_shard_and_cp() -> None:
 
 def test_experts_are_split_over_the_other_ranks_of_a_stage() -> None:
     """8 rows of matrices on each ep rank, which 3 data-parallel shards divide."""
-    model = replace(SMALL, experts=ExpertsConfig(count=4, per_token=1, hidden=8))
+    model = replace(
+        SMALL,
+        experts=ExpertsConfig(count=4, per_token=1, hidden=8),
+    )
     recipe = _recipe(model, ParallelConfig(dp_shard=3, cp=2, tp=2, ep=4), "bf16", 1)
     last = verify(recipe, 11)
     assert last.parameters == last.dry.parameter_count

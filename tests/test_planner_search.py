@@ -41,7 +41,10 @@ MODEL = ModelConfig(
     ffn_hidden=2816,
     vocab=32000,
 )
-MIXTURE = replace(MODEL, experts=ExpertsConfig(count=8, per_token=2, hidden=1408, dense_layers=1))
+MIXTURE = replace(
+    MODEL,
+    experts=ExpertsConfig(count=8, per_token=2, hidden=1408, dense_layers=1),
+)
 
 
 def request(**changes: object) -> PlanRequest:

@@ -143,7 +143,12 @@ def microbatch_bytes(run: PlannedRun, *, dense: bool = False) -> MicrobatchBytes
         gpu_bytes=device.gpu_bytes,
     )
     adds_in_place = layout.strategy in REPLICATED
-    return _microbatch_bytes(block, layout.recompute, chunk, adds_in_place=adds_in_place)
+    return _microbatch_bytes(
+        block,
+        layout.recompute,
+        chunk,
+        adds_in_place=adds_in_place,
+    )
 
 
 _microbatch_bytes = lru_cache(maxsize=4096)(MicrobatchBytes)

@@ -123,8 +123,13 @@ def expert_tables(shape: ModelShape, ep: int) -> tuple[Table, ...]:
     if experts is None:
         return ()
     own = experts.count // ep
-    wide = Table(own * experts.hidden, shape.hidden, shape.feed_forward_inputs)
-    return (wide, Table(own * shape.hidden, experts.hidden))
+    wide = Table(
+        own * experts.hidden,
+        shape.hidden,
+        shape.feed_forward_inputs,
+    )
+    down = Table(own * shape.hidden, experts.hidden)
+    return wide, down
 
 
 def expert_numel_on(shape: ModelShape, layers: int, ep: int, shards: int, rank: int = 0) -> int:

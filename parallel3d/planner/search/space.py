@@ -61,7 +61,8 @@ def _recipe(request: PlanRequest, parallel: ParallelConfig) -> Recipe:
     shape = request.planned_shape(parallel.tp)
     experts = shape.experts
     if experts is not None:
-        known = {field.name: getattr(experts, field.name) for field in fields(ExpertsConfig)}
+        names = [field.name for field in fields(ExpertsConfig)]
+        known = {name: getattr(experts, name) for name in names}
     model = ModelConfig(
         layers=shape.layers,
         hidden=shape.hidden,
@@ -320,7 +321,11 @@ def check_fixed(request: PlanRequest) -> None:
         raise ConfigError(error)
     if fixed.ep is not None and request.framework.is_parallel3d:
         ranks = gpus // (least.pp * least.cp * least.tp * (fixed.dp_replicate or 1))
-        most = varied(least, dp_shard=fixed.dp_shard or max(1, ranks), ep=fixed.ep)
+        most = varied(
+            least,
+            dp_shard=fixed.dp_shard or max(1, ranks),
+            ep=fixed.ep,
+        )
         for error in expert_errors(_recipe(request, most)):
             raise ConfigError(error)
     axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
