@@ -17,7 +17,7 @@ from parallel3d.mesh import Axis
 from parallel3d.models import model_class, shape_cards
 from parallel3d.pipeline.stage import block_ranges, cut
 from parallel3d.planner.model.named import card_config, named_shape
-from parallel3d.planner.model.parameters import rank_numel, total_parameters
+from parallel3d.planner.model.parameters import expert_numel_on, rank_numel, total_parameters
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config
 from parallel3d.shard_sizes import shard_rows
 
@@ -70,10 +70,11 @@ def stages(config: ModelConfig, layers: list[int]) -> Iterator[tuple[nn.Module, 
 def tensor_sizes(shape: ModelShape) -> list[int]:
     """Some that the layers allow: a small one, the largest up to 64, and one for which keys and
     values are repeated."""
+    count = 0 if shape.experts is None else shape.experts.count
     allowed = [
         tp
         for tp in (1, 2, 3, 4, 5, 8, 16, 32, 64)
-        if not gcd(shape.heads, shape.ffn_hidden) % tp
+        if not gcd(shape.heads, shape.ffn_hidden, count) % tp
         and (not shape.kv_heads % tp or not tp % shape.kv_heads)
     ]
     repeated = [tp for tp in allowed if tp > shape.kv_heads]
@@ -92,12 +93,12 @@ def test_a_named_model_is_counted_to_the_parameter_on_every_stage_and_rank(name:
             with on_tp_rank(tp, rank):
                 for layers in cuts:
                     for module, part in stages(small, layers):
-                        counted = rank_numel(from_config(small), (part,), tp, at=(rank, 0))
-                        assert counted == numel(module), (layers, tp, rank)
-                        # more data ranks than some vectors fill
-                        assert rank_numel(
-                            from_config(small), (part,), tp, at=(rank, 0), shards=1024
-                        ) == numel(module, 1024)
+                        for shards in (1, 1024):  # more data ranks than some vectors fill
+                            own = from_config(small)
+                            counted = rank_numel(own, (part,), tp, at=(rank, 0), shards=shards)
+                            counted += expert_numel_on(own, part.layers, tp, shards)
+                            assert counted == numel(module, shards), (layers, tp, rank)
     block = rank_numel(shape, (StageSlice(layers=1, embedding=False, head=False),), 1)
     whole = rank_numel(from_config(small), (StageSlice(layers=3, embedding=True, head=True),), 1)
-    assert total_parameters(shape) == whole + (shape.layers - 3) * block
+    experts = expert_numel_on(shape, shape.layers, 1, 1)
+    assert total_parameters(shape) == whole + (shape.layers - 3) * block + experts

@@ -98,7 +98,7 @@ def _states(request: PlanRequest, sharding: ShardingName, gpus: int) -> tuple[fl
     weights, gradients, optimizer = states.static_bytes
     if states.is_sharded:
         (unit,) = states.units
-        gradients += states.reduced * unit.padded
+        gradients += states.reduced * unit.shard
         if not states.frees_forward:
             weights += states.item * unit.padded
     return weights, gradients, optimizer
