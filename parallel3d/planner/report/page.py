@@ -226,7 +226,8 @@ def all_notes(plan: Plan) -> Iterator[str]:
     if q.cluster.device.is_cpu and q.cluster.measured is None:
         yield "off by up to 10x: measure this CPU by parallel3d-plan calibrate -o mine.yaml"
     if q.shape.experts is not None:
-        yield "assumes a balanced router; imbalanced experts take longer"
+        rows = f"memory counts {q.imbalance:g} x the mean rows of a rank (--imbalance)"
+        yield f"assumes a balanced router, so imbalanced experts take longer; {rows}"
 
 
 def three_digits(value: float) -> str:

@@ -238,8 +238,10 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     experts = run.shape.experts
     # Each rank routes its own tokens, so routed experts do not need the tp all-gather.
     if experts is not None:
-        if not experts.shared_hidden:
-            tp *= 0.5
+        share = 1.0 if experts.shared_hidden else 0.5
+        if run.framework.is_parallel3d and not layout.sequence_parallel:
+            share += 0.25  # An all-gather of the results.
+        tp *= share
         if layout.expert_tp > 1:  # Ranks that shard an expert exchange their rows.
             rows = run.routed_rows * run.shape.hidden * run.item_bytes
             neighbours = run.group(layout.expert_tp, 1)
