@@ -180,7 +180,7 @@ class RankEstimate:
             others = not backward.has_gradients or states.reduces_each
         after_one = block + sent * others - microbatch.kept - freed
         # Parameters of the next block are all-gathered in advance.
-        forward = self.block + max(microbatch.saved, self.ahead)
+        forward = self.block + max(microbatch.saved + microbatch.forward, self.ahead)
         first = max(forward, block, after_one) - microbatch.kept
         if part.head:
             if part.embedding and self.run.shape.tied_embeddings:

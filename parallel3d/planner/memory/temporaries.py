@@ -66,6 +66,7 @@ class MicrobatchBytes:
             input_gradient + attention - inputs * ffn + up + down,
             16 * self.hidden * block.dropout,  # Temporaries of a dropout mask.
         )
+        self.forward = 0  # Results of experts on their way, beyond what the block saves.
         if experts is not None:
             up, down = (item * table.numel for table in expert_tables(shape, block.ep))
             if adds_in_place:
@@ -74,6 +75,7 @@ class MicrobatchBytes:
             rows = item * block.rows * shape.hidden
             results = item * block.choices * shape.hidden
             inner = item * block.rows * experts.hidden
+            self.forward = rows if block.ep == 1 else 2 * rows + results
             shared = item * tokens * experts.shared_hidden // tp
             norms = self.hidden + block.outside * block.norm_bytes(shape.hidden)
             self.halved = norms + tokens * block.attention_bytes("selective")
