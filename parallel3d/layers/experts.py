@@ -154,7 +154,8 @@ class ExpertWeights(ParallelModule):
         rows = dispatch(x, k, way, self.axis)
         # Offsets on the device for the grouped kernel, or sizes on the host.
         counts: Sequence[int] | Tensor = way.counts
-        if not uses_grouped(rows):
+        is_aligned = rows.shape[1] % 8 == self.config.hidden % 8 == 0  # as `grouped_mm` requires
+        if not (uses_grouped(rows) and is_aligned):
             counts = way.counts.tolist()
         multiply = partial(self._multiply, counts=counts)
         gate = multiply(rows, "gate")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from parallel3d.config.hugging_face import (
+    CLASSES,
     check_model,
     from_hugging_face,
     left_out,
@@ -146,7 +147,9 @@ def _of_config_json(path: Path, text: str) -> Model:
         part = text_part(said)
         notes = (*hf_config_notes(said), *window_notes(part))
         config = None
-        if part is said and foreign.latent is None:  # else the trainer has no rules for it
+        if said["model_type"] in CLASSES:
+            config = from_hugging_face(said, path)
+        elif part is said and foreign.latent is None:  # else the trainer has no rules for it
             config = ModelConfig(
                 architecture="transformers", config=str(path), **sizes_of(said, path)
             )
