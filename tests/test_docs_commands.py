@@ -40,7 +40,7 @@ LIBRARIES = {  # beyond the development tools
     "library": ("transformers",),
 }
 _BLOCK = re.compile(
-    r"(?:<!-- ((?:(?!-->).)*?) -->\n+)?^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
+    r"(?:<!-- ((?:(?!-->).)*?) -->\n+)?^```([^`\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
 _PROGRAMS = (
     r"parallel3d-\w+|torchrun|python3?|pip|make|bash|git|srun|sbatch|kubectl|vllm|lm_eval|"
