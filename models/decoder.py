@@ -116,18 +116,19 @@ class Block(nn.Module):
         )
         self.attention_dropout = residual_dropout(config, f"{name}.attention.output", context)
         self.mlp_norm = parts.norm()
-        self.mlp: nn.Module = ParallelMLP(
-            D,
-            config.ffn_hidden,
-            activation=parts.activation,
-            bias=parts.mlp_bias,
-            tp=context,
-        )
+        self.mlp: nn.Module
         if config.experts is not None and config.has_experts(index):
-            own = vars(config.experts)
-            sizes = [D, *(own[key] for key in ("hidden", "count", "per_token"))]
-            options = {key: own[key] for key in own.keys() - {"hidden", "count", "per_token"}}
-            self.mlp = ParallelExperts(*sizes, tp=context, **options)
+            options = dict(vars(config.experts))
+            sizes = [options.pop(key) for key in ("hidden", "count", "per_token")]
+            self.mlp = ParallelExperts(D, *sizes, tp=context, **options)
+        else:
+            self.mlp = ParallelMLP(
+                D,
+                config.ffn_hidden,
+                activation=parts.activation,
+                bias=parts.mlp_bias,
+                tp=context,
+            )
         self.mlp_dropout = residual_dropout(config, f"{name}.mlp.output", context)
 
     def forward(
