@@ -152,10 +152,12 @@ class ExpertWeights(ParallelModule):
         k = chosen.shape[1]
         way = route(chosen, self.config.count, self.axis)
         rows = dispatch(x, k, way, self.axis)
-        # Offsets on the device for the grouped kernel, or sizes on the host.
-        counts: Sequence[int] | Tensor = way.counts
+        # Ends of the experts' rows on the device for the grouped kernel, or numbers on the host.
+        counts: Sequence[int] | Tensor
         is_aligned = rows.shape[1] % 8 == self.config.hidden % 8 == 0  # as `grouped_mm` requires
-        if not (uses_grouped(rows) and is_aligned):
+        if uses_grouped(rows) and is_aligned:
+            counts = way.counts.cumsum(0).int()
+        else:
             counts = way.counts.tolist()
         multiply = partial(self._multiply, counts=counts)
         gate = multiply(rows, "gate")
@@ -175,15 +177,14 @@ def uses_grouped(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
-def offsets(counts: Tensor) -> Tensor:
-    """Returns the end of each expert's rows, as `grouped_mm` takes it."""
-    return counts.cumsum(0).int()
-
-
 def grouped(x: Tensor, matrices: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
-    """Returns x_e M_e for the rows x_e of each expert. `matrices` is [experts, in, out]."""
+    """Returns x_e M_e for the rows x_e of each expert. `matrices` is [experts, in, out].
+
+    `counts` holds the number of rows of each expert, or a tensor with the end of its rows, which
+    `grouped_mm` takes.
+    """
     if isinstance(counts, Tensor):
-        return F.grouped_mm(x, matrices, offs=offsets(counts))
+        return F.grouped_mm(x, matrices, offs=counts)
     y = x.new_empty(len(x), matrices.shape[2])
     for rows, matrix, out in zip(x.split(counts), matrices, y.split(counts), strict=True):
         torch.mm(rows, matrix, out=out)
@@ -262,10 +263,10 @@ def weight_gradient(
         work = partial(weight_gradient, weight, grad, x.detach(), counts, fused=True)
         if delayed.delay(work):
             return None
-    total = accumulated_gradient(weight) if fused else None
     if isinstance(counts, Tensor):
-        products = F.grouped_mm(grad.mT, x, offs=offsets(counts)).flatten(0, 1)
+        products = F.grouped_mm(grad.mT, x, offs=counts).flatten(0, 1)
         return accumulate_or_return(weight, products, fused=fused)
+    total = accumulated_gradient(weight) if fused else None
     is_new = total is None
     if total is None:
         total = torch.zeros_like(local_tensor(weight.detach()))

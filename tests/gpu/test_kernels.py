@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.context import attend_chunks
-from parallel3d.layers.experts import ParallelExperts, grouped, offsets
+from parallel3d.layers.experts import ParallelExperts, grouped
 from parallel3d.layers.fused_attention import attend
 from parallel3d.layers.gradients import add_product
 from parallel3d.layers.parameter import ParallelContext, set_fused_gradients
@@ -222,6 +222,7 @@ def test_grouped_matmuls_are_exact_and_fast(
     assert measured("error / loop's", max(errors)) <= 2.0**-6
 
     counts = layer.router(x.detach()[0])[0].flatten().bincount(minlength=count)
+    ends = counts.cumsum(0).int()
     gate = layer.experts.gate.detach().unflatten(0, (count, -1))
     rows = tokens * per_token
     wide = torch.randn(rows, hidden, device=GPU, dtype=torch.bfloat16)
@@ -229,9 +230,9 @@ def test_grouped_matmuls_are_exact_and_fast(
 
     def by_group() -> None:
         """Computes an output, the gradient of its input, and that of the weights."""
-        grouped(wide, gate.mT, counts)
-        grouped(narrow, gate, counts)
-        F.grouped_mm(narrow.mT, wide, offs=offsets(counts))
+        grouped(wide, gate.mT, ends)
+        grouped(narrow, gate, ends)
+        F.grouped_mm(narrow.mT, wide, offs=ends)
 
     def dense() -> None:
         wide @ gate[0].mT
