@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
-from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config.recipe import BlockRecompute, ModelConfig
 from parallel3d.errors import ConfigError
@@ -27,7 +26,7 @@ from parallel3d.layers.experts import ParallelExperts
 from parallel3d.layers.mlp import Activation, ParallelMLP
 from parallel3d.layers.parameter import ParallelContext, normal
 from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
-from parallel3d.layers.router import Router, saved_choices
+from parallel3d.layers.recompute import recomputed
 from parallel3d.layers.vocabulary import VocabParallelHead, ends_with_head
 from parallel3d.mesh import Axis
 
@@ -142,15 +141,12 @@ class Block(nn.Module):
 class RecomputedBlock(nn.Module):
     """Mixin for blocks that save only x and recompute their activations in the backward pass.
 
-    Activation checkpointing (Chen et al. 2016, arXiv 1604.06174). Hooks of the block, such as those
-    of `fully_shard` and gradient reduction, stay outside and run once.
+    Hooks of the block, such as those of `fully_shard` and gradient reduction, stay outside and run
+    once.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        # Choices of experts are saved, so that the recomputation does not route again.
-        routed = any(isinstance(part, Router) for part in self.modules())
-        self.settings: dict[str, Any] = {"context_fn": saved_choices} if routed else {}
         for part in self.modules():
             if isinstance(part, ParallelAttention):
                 part.is_recomputed = True
@@ -160,16 +156,7 @@ class RecomputedBlock(nn.Module):
     ) -> Tensor:
         if not torch.is_grad_enabled():
             return self.compute(x, key, documents)
-        # Dropout depends only on its key, so no generator state must be restored.
-        y: Tensor = checkpoint(
-            self.compute,
-            x,
-            key,
-            documents,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            **self.settings,
-        )
+        y: Tensor = recomputed(self.compute, x, key, documents)
         return y
 
     def compute(self, x: Tensor, key: Tensor | None, documents: PackedDocuments | None) -> Tensor:
@@ -178,7 +165,7 @@ class RecomputedBlock(nn.Module):
         return y
 
 
-def recomputed(block: type[Block]) -> type[Block]:
+def recomputed_block(block: type[Block]) -> type[Block]:
     """Returns a subclass of `block` that is recomputed in the backward pass."""
     return type(f"Recomputed{block.__name__}", (RecomputedBlock, block), {})
 
@@ -258,7 +245,7 @@ class Decoder(nn.Module):
             self.ranks_of_sequence *= head.axis.size
         self.dropout = residual_dropout(config, "embed", context)
         self.layers = nn.ModuleDict()
-        blocks = {"full": recomputed(self.block_class)}
+        blocks = {"full": recomputed_block(self.block_class)}
         for index in range(config.layers):
             own = recompute if index % recompute_every == 0 else "none"
             block = blocks.get(own, self.block_class)

@@ -21,6 +21,7 @@ from parallel3d.mesh import ONE_RANK, Axis, Role
 from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.sharding.optimizer_parts import LocalParameter, ShardedData
 from parallel3d.torch_private import foreach_copy_, group_of, norms, scale_
+from parallel3d.watch.step_clock import timed
 
 Observe = Callable[[LocalParameter], None]
 
@@ -64,7 +65,7 @@ class Engine:
             ranks = dist.get_process_group_ranks(layers.group)
             members = [ranks[end] for end in ends]
             group = group_of(members, "pipeline_ends", name=f"{pipeline.links.name} ends")
-            self._ends = Axis(2, ends.index(layers.rank), group)
+            self._ends = Axis(2, ends.index(layers.rank), group, layers.cause)
         # Both ends must have the same order. If one rank has both stages, it holds both copies.
         named = [[p for p in self.trained if p.name == name] for name in tied_ends]
         self._tied = [held[0] for held in named if held and self._ends.size == 2]
@@ -91,7 +92,8 @@ class Engine:
         for parameter in self._tied:
             gradient = gradient_of(parameter)
             shared = gradient.to(device)
-            dist.all_reduce(shared, group=self._ends.group)
+            with timed(self._ends.cause):
+                dist.all_reduce(shared, group=self._ends.group)
             gradient.copy_(shared)
         for first, second in self._pairs:
             gradient_of(second).copy_(gradient_of(first).add_(gradient_of(second)))

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config.hugging_face import config_of, with_sizes
 from parallel3d.config.import_class import import_class
@@ -44,6 +43,7 @@ from parallel3d.convert.rules import (
 )
 from parallel3d.errors import ConfigError
 from parallel3d.layers.parameter import ParameterSpec
+from parallel3d.layers.recompute import recomputed
 from parallel3d.mesh import Role
 from parallel3d.pipeline.split_model import FAMILIES as STAGE_FAMILIES
 from parallel3d.pipeline.split_model import LLAMA, check_stages, spec_of, without_absent
@@ -285,9 +285,7 @@ def _recompute(model: nn.Module, names: SplitSpec, recompute: str, every: int) -
                 )
             part = found[0]
         if index % every == 0:
-            part.forward = partial(
-                checkpoint, part.forward, use_reentrant=False, preserve_rng_state=False
-            )
+            part.forward = partial(recomputed, part.forward)
 
 
 def _initializers(model: nn.Module, construct: Constructor) -> Mapping[str, Any]:

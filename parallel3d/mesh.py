@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import group_of
+from parallel3d.watch.step_clock import Cause
 
 
 class Role(StrEnum):
@@ -37,6 +38,7 @@ class Role(StrEnum):
 
 DATA_ROLES = (Role.REPLICATE, Role.SHARD_PARAMETERS)  # Axes whose ranks receive different data.
 SPLIT_SEQUENCES = "cp"  # Axis of the layout that the mesh merges into SHARD_PARAMETERS.
+_CAUSES: dict[str, Cause] = {Role.SPLIT_LAYERS: "pp_bubble", Role.SPLIT_TENSORS: "tp"}
 
 
 def dp_rank(parallel: ParallelConfig, rank: int) -> int:
@@ -58,6 +60,7 @@ class Axis:
     size: int
     rank: int  # Index of this rank along the axis.
     group: dist.ProcessGroup | None  # None if the size is 1, so that nothing is sent.
+    cause: Cause = "dp"  # Cause to which the time of its collectives belongs.
 
     def rows(self, size: int) -> range:
         """Returns this rank's rows of a dim that is split over the axis."""
@@ -90,7 +93,9 @@ class Axis:
             )
         if mesh.size() == 1:
             return ONE_RANK
-        return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group())
+        (name,) = mesh.mesh_dim_names or ("",)
+        cause = _CAUSES.get(name, "dp")
+        return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group(), cause)
 
 
 ONE_RANK = Axis(1, 0, None)
@@ -133,7 +138,7 @@ def sequence_axis(mesh: DeviceMesh, cp: int) -> Axis:
     shards = mesh[Role.SHARD_PARAMETERS]
     replica, rank = divmod(shards.get_local_rank(), cp)
     ranks = shards.mesh.flatten().tolist()[replica * cp : (replica + 1) * cp]
-    return Axis(cp, rank, group_of(ranks, "context_parallel"))
+    return Axis(cp, rank, group_of(ranks, "context_parallel"), "cp")
 
 
 def expert_mesh(mesh: DeviceMesh, ep: int) -> DeviceMesh:

@@ -234,13 +234,23 @@ def reduce_delayed_gradients(root: FSDPModule) -> None:
     fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
 
 
-def _groups(root: FSDPModule) -> list[Any]:
-    """Returns the parameter groups of `fully_shard` in model order.
+def wrap_communication(module: FSDPModule, wrap: Callable[[Any], Any]) -> None:
+    """Wraps the functions in which `fully_shard` starts, and waits for, the module's collectives.
 
-    A module has at most one group in torch 2.11, and a list of groups from 2.13 on.
+    torch has no hooks around them.
     """
+    for group in _groups_of(fully_shard.state(module)):  # type: ignore[attr-defined]
+        for name in ("unshard", "wait_for_unshard", "post_backward", "finalize_backward"):
+            setattr(group, name, wrap(getattr(group, name)))
+
+
+def _groups(root: FSDPModule) -> list[Any]:
+    """Returns the parameter groups of `fully_shard` in model order."""
     states = fully_shard.state(root)._state_ctx.all_states  # type: ignore[attr-defined]  # torch.distributed.pipelining does this, too
-    groups = [
-        getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group] for state in states
-    ]
-    return [group for of_module in groups for group in of_module if group is not None]
+    return [group for state in states for group in _groups_of(state)]
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Returns the parameter groups of a module: at most one in torch 2.11, a list from 2.13 on."""
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [group for group in groups if group is not None]

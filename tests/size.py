@@ -27,12 +27,12 @@ NOT_COUNTED = {
     tokenize.ENDMARKER,
 }
 BUDGETS = {
-    "core without planner": 136_500,
+    "core without planner": 139_500,
     "planner": 44_800,
-    "tools, shipped": 54_600,
+    "tools, shipped": 58_600,
     "tools/bench": 22_000,
     "models, recipes": 9_000,
-    "tests": 217_000,
+    "tests": 222_000,
 }
 MOST_TOKENS_PER_LINE = 8.5
 

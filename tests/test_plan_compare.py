@@ -17,6 +17,7 @@ from parallel3d.reporting.metrics import MetricsFile, StepMetrics
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.compare import compare
 from parallel3d.tools.plan.hardware import find_cluster
+from parallel3d.watch.step_clock import CAUSES
 
 Said = pytest.CaptureFixture[str]
 RECIPE = Recipe(
@@ -78,6 +79,28 @@ def test_the_median_without_the_first_line_is_compared_with_the_plan(tmp_path: P
     assert measured == 1.0
     # CUDA's context is not the allocator's
     assert predicted < worst_rank(found.run).total / 2**30 - 0.5
+
+
+def test_each_cause_is_compared_and_saves_are_left_out(tmp_path: Path, capsys: Said) -> None:
+    run = run_of(tmp_path, [])
+    metrics = MetricsFile(run / "metrics.jsonl", resumed_step=0)
+    for at, saved_s in enumerate((5.0, 0.3, 0.0, 0.0)):
+        time_s = dict.fromkeys(CAUSES, 0.0) | {"compute": 0.1, "tp": 0.05, "data": 0.04}
+        time_s |= {"checkpoint": saved_s, "other": 0.01}
+        step_s = sum(time_s.values())
+        metrics.write(replace(LINE, step=10 * at + 1, step_time_s=step_s, time_s=time_s))
+    found = compare(run, find_cluster("a100"))
+    assert found.measured.step_time_s == pytest.approx(0.2)
+    parts = found.cost.parts
+    assert found.causes["tp"] == (parts.tp, 0.05)
+    assert found.causes["overhead"] == (parts.overhead, 0.01)
+    assert found.causes["data"] == (0.0, 0.04)
+    assert "checkpoint" not in found.causes
+    predicted, measured = (sum(each) for each in zip(*found.causes.values(), strict=True))
+    assert predicted == pytest.approx(found.cost.step_time_s)
+    assert measured == pytest.approx(0.2)
+    assert plan.main(["compare", str(run), "--gpu", "a100"]) == 0
+    assert "data, s 0 0.04" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_run_that_was_on_another_device_says_so(tmp_path: Path, capsys: Said) -> None:

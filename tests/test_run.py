@@ -53,6 +53,9 @@ METRICS = {
     "spikes",
     "rollbacks",
     "skipped_steps",
+    "time_s",
+    "time_spread_s",
+    "memory_bytes",
 }
 
 
@@ -93,6 +96,13 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
     assert lines[0]["mfu"] is None
     for line in lines:
         assert 0 < line["data_wait_s"] < line["step_time_s"]
+        assert sum(line["time_s"].values()) == pytest.approx(line["step_time_s"], rel=0.02)
+        for cause, (least, most) in line["time_spread_s"].items():
+            assert 0 <= least <= line["time_s"][cause] <= most
+    assert [line["time_s"]["checkpoint"] > 0 for line in lines] == [
+        step in (5, 9) for step in range(1, 11)
+    ]
+    assert lines[-1]["memory_bytes"]["optimizer"] > 2 * lines[-1]["memory_bytes"]["gradients"]
     assert lines[4]["val_loss"] is not None
     assert lines[3]["val_loss"] is None
     kept = sorted((straight / "checkpoints").iterdir())

@@ -17,7 +17,6 @@ from functools import partial
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
-from torch.utils.checkpoint import checkpoint
 
 from parallel3d.config.rules_layout import divides_key_value_heads
 from parallel3d.layers.context import attend_chunks, attend_to_sequence
@@ -33,6 +32,7 @@ from parallel3d.layers.loss import wide_dtype
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.parameter import LayerTp, ParallelModule
 from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
+from parallel3d.layers.recompute import recomputed
 from parallel3d.layers.sequence import visible
 
 
@@ -208,7 +208,7 @@ class ParallelAttention(ParallelModule):
             k = self.rotary(k, positions, self.sequence_part)
         inputs = (q, k, v, mask, documents, key)
         if self.options.recompute and torch.is_grad_enabled() and not is_compiling():
-            y = checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)
+            y = recomputed(self._attend, *inputs)
         else:
             y = self._attend(*inputs)
         return self.o(y.flatten(-2))

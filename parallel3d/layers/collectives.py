@@ -10,8 +10,8 @@ through `outside_graph`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import reduce
-from typing import Any, Literal
+from functools import reduce, wraps
+from typing import Any, Concatenate, Literal, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -20,11 +20,13 @@ from torch.compiler import is_compiling
 
 from parallel3d.mesh import Axis
 from parallel3d.shared_memory.collectives import SLOT_BYTES, exchange_of
+from parallel3d.watch.step_clock import timed, timed_as
 
 WAITS_FOR_RANKS = True  # Read by parallel3d.watch.heartbeat.
 
 Wait = Callable[[], Tensor]
 Reduction = Literal["sum", "max"]
+_P = ParamSpec("_P")
 
 SEQUENCE_DIM = 1
 
@@ -40,13 +42,32 @@ def outside_graph(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+_Start = Callable[Concatenate[Tensor, Axis, _P], Wait]
+
+
+def _timed(start: _Start[_P]) -> _Start[_P]:
+    """Decorator for the functions below: the time of starts and waits belongs to the axis' cause.
+
+    Without other ranks, the wait returns the input.
+    """
+
+    @wraps(start)
+    def timed_start(x: Tensor, axis: Axis, /, *args: _P.args, **kwargs: _P.kwargs) -> Wait:
+        if axis.size == 1:
+            return lambda: x
+        with timed(axis.cause):
+            wait = start(x, axis, *args, **kwargs)
+        return timed_as(axis.cause)(wait)
+
+    return timed_start
+
+
+@_timed
 def start_all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
     """Starts the sum or elementwise maximum of x over the axis. May overwrite x.
 
     Sends 2 (n - 1) / n of x per rank, or (n - 1) times x through shared memory.
     """
-    if axis.size == 1:
-        return lambda: x
     x = x.contiguous()
     if parts := _start_exchange(x, axis):
         add = torch.add if op == "sum" else torch.maximum
@@ -55,13 +76,12 @@ def start_all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> Wait:
     return lambda: after(work, x)
 
 
+@_timed
 def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
     """Starts the all-gather [..., d / n, ...] -> [..., d, ...] along `dim` >= 0.
 
     Sends (n - 1) times x per rank.
     """
-    if axis.size == 1:
-        return lambda: x
     x = x.contiguous()
     if parts := _start_exchange(x, axis):
         return lambda: torch.cat(parts(), dim=dim)
@@ -71,13 +91,12 @@ def start_gather(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
     return lambda: after(work, gathered, x).movedim(0, dim).flatten(dim, dim + 1)
 
 
+@_timed
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait:
     """Starts the reduce-scatter [..., d, ...] -> [..., d / n, ...] along `dim` >= 0.
 
     Sends (n - 1) / n of x per rank.
     """
-    if axis.size == 1:
-        return lambda: x
     # No copy if the dims before `dim` have size 1.
     stacked = x.unflatten(dim, (axis.size, -1)).movedim(dim, 0).contiguous()
     if parts := _start_exchange(stacked, axis):
@@ -87,19 +106,22 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Wait
     return lambda: after(work, out, stacked)
 
 
+@_timed
+def _start_all_to_all(x: Tensor, axis: Axis) -> Wait:
+    x = x.contiguous()
+    if parts := _start_exchange(x, axis):
+        return lambda: torch.stack([part[axis.rank] for part in parts()])
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=axis.group)
+    return lambda: out
+
+
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     """Sends x[r] of x [n, ...] to rank r. Returns the received tensors, stacked in rank order.
 
     Sends (n - 1) / n of x per rank, or (n - 1) times x through shared memory.
     """
-    if axis.size == 1:
-        return x
-    x = x.contiguous()
-    if parts := _start_exchange(x, axis):
-        return torch.stack([part[axis.rank] for part in parts()])
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=axis.group)
-    return out
+    return _start_all_to_all(x, axis)()
 
 
 def all_reduce(x: Tensor, axis: Axis, op: Reduction = "sum") -> Tensor:

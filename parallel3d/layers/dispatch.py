@@ -10,6 +10,7 @@ A rank without rows still takes part in every exchange. With one rank, nothing i
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from torch.autograd import Function
 from parallel3d.layers.collectives import all_to_all, outside_graph
 from parallel3d.layers.router import load_of
 from parallel3d.mesh import Axis
+from parallel3d.watch.step_clock import timed_as
 
 
 class Route(NamedTuple):
@@ -45,7 +47,7 @@ def route(chosen: Tensor, experts: int, axis: Axis) -> Route:
     if axis.size == 1:
         return Route(order, counts, None, [], [])
     by_rank = counts.view(axis.size, -1)
-    arriving = all_to_all(by_rank, axis)  # [ranks, own experts]
+    arriving = all_to_all(by_rank, replace(axis, cause="ep"))  # [ranks, own experts]
     sent, received = torch.stack((by_rank.sum(1), arriving.sum(1))).tolist()
     own = torch.arange(arriving.shape[1], device=flat.device).expand_as(arriving)
     expert_of = own.flatten().repeat_interleave(arriving.flatten())
@@ -159,6 +161,7 @@ class _Exchange(Function):
         return _exchange(grad, *ctx.way), None, None, None
 
 
+@timed_as("ep")
 def _exchange(x: Tensor, sent: list[int], received: list[int], axis: Axis) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=axis.group)

@@ -2,8 +2,8 @@
 outputs.
 
 Every layout makes the same choices: logits and scores are float32, or float64 for float64 inputs,
-and among equal scores the lower expert wins. A recomputed block does not route again, because
-`saved_choices` keeps the choices of the forward pass.
+and among equal scores the lower expert wins. A recomputed block does not route again
+(`layers.recompute`).
 
 Balance without a loss (Wang et al. 2024, arXiv 2408.15664): a bias per expert is added to the
 scores for the choice only. After each step, `balance` raises the biases of experts with fewer
@@ -12,9 +12,7 @@ tokens than the mean, and lowers the others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,31 +21,8 @@ from torch.nn import functional as F
 from parallel3d.config.experts import ExpertsConfig
 from parallel3d.layers.loss import wide_dtype
 from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec
+from parallel3d.layers.recompute import kept
 from parallel3d.torch_private import is_in_backward
-
-# (choices of the routers in the checkpointed region, their iterator while it is recomputed)
-_region: ContextVar[tuple[list[Tensor], Iterator[Tensor] | None] | None] = ContextVar(
-    "region", default=None
-)
-
-
-def saved_choices() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Returns the contexts of `torch.utils.checkpoint` that save the choices of all routers.
-
-    Pass it as `context_fn`. The selective checkpointing of torch does the same for any operator,
-    but fails if `fully_shard` wraps a module in the region (torch 2.13).
-    """
-    kept: list[Tensor] = []
-
-    @contextmanager
-    def region(is_recomputed: bool) -> Iterator[None]:
-        token = _region.set((kept, iter(kept) if is_recomputed else None))
-        try:
-            yield
-        finally:
-            _region.reset(token)
-
-    return region(False), region(True)
 
 
 def choose_experts(scores: Tensor, per_token: int) -> Tensor:
@@ -55,12 +30,12 @@ def choose_experts(scores: Tensor, per_token: int) -> Tensor:
 
     In a recomputed region, returns the choice of the forward pass.
     """
-    kept, again = _region.get() or ([], None)
-    if again is not None:
-        return next(again)
-    order = scores.sort(dim=-1, descending=True, stable=True).indices
-    kept.append(order[:, :per_token].contiguous())
-    return kept[-1]
+
+    def choose() -> Tensor:
+        order = scores.sort(dim=-1, descending=True, stable=True).indices
+        return order[:, :per_token].contiguous()
+
+    return kept(choose)
 
 
 def load_of(chosen: Tensor, experts: int) -> Tensor:

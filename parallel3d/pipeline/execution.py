@@ -18,6 +18,7 @@ from parallel3d.pipeline.transport import Transport
 from parallel3d.schedules.schedule import Action, Kind, Schedule
 from parallel3d.shared_memory.segment import PeerLostError
 from parallel3d.timeline.recorder import Recorder
+from parallel3d.watch.step_clock import timed_as
 
 LossFunction = Callable[[Any, Any], Tensor]
 # Root of the autograd graph for each output declared with a gradient, None if it requires none.
@@ -101,6 +102,7 @@ class ScheduleExecutor:
         # Delayed weight-gradient matmuls of split backward passes, keyed by (stage, microbatch).
         self._weights: dict[tuple[int, int], list[Work]] = {}
 
+    @timed_as("compute")
     def run(self) -> None:
         """Executes all actions of this rank in order.
 

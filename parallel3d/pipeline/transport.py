@@ -19,6 +19,7 @@ from torch import Tensor
 from parallel3d.pipeline.boundary import Crossing, Message, Tensors
 from parallel3d.pipeline.links import Links
 from parallel3d.schedules.schedule import RECEIVES_AHEAD, SENDS_KEPT, Action, Kind, Schedule
+from parallel3d.watch.step_clock import timed, timed_as
 
 WAITS_FOR_RANKS = True  # Makes parallel3d.watch.heartbeat count a rank as waiting in this module.
 
@@ -67,6 +68,7 @@ class Transport:
         self._issued += 1
         self._post()
 
+    @timed_as("pp_p2p")
     def send(self, maker: Action, tensors: Tensors) -> None:
         taker = self._schedule.feeds(maker)
         assert taker is not None
@@ -87,6 +89,7 @@ class Transport:
             # Keep the tensor alive until it is sent.
             outbox.append((links.isend(tensor, target), tensor))
 
+    @timed_as("pp_p2p")
     def receive(self, taker: Action) -> Tensors:
         giver = taker.stage - 1 if taker.kind is Kind.FORWARD else taker.stage + 1
         source = self._schedule.placement[giver]
@@ -97,6 +100,7 @@ class Transport:
                 self._complete(source)
         return self._arrived.pop(taker)
 
+    @timed_as("pp_p2p")
     def finish(self) -> None:
         """Waits until all messages are sent."""
         self.links.wait_until_sent()
@@ -109,7 +113,9 @@ class Transport:
         taker = self._in_memory[source].popleft()
         link = self.links.incoming[source]
         message = self._message(taker)
-        if self.links.wait(link) != message.digest:
+        with timed("pp_bubble"):
+            digest = self.links.wait(link)
+        if digest != message.digest:
             raise ValueError(
                 f"{taker} expects {message} ({message.nbytes} bytes), but pipeline rank {source} "
                 "sent another shape or dtype; declare the same boundaries and sizes on all ranks"
@@ -121,8 +127,9 @@ class Transport:
         """Waits for the next message from `source` through the backend."""
         taker, works, tensors = self._posted[source].popleft()
         self._post()
-        for work in works:
-            self.links.complete(work, source)
+        with timed("pp_bubble"):
+            for work in works:
+                self.links.complete(work, source)
         self._arrived[taker] = tensors
 
     def _post(self) -> None:

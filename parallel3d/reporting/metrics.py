@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.errors import writing
 from parallel3d.launch.run_dir import write_atomically
 from parallel3d.reporting.sinks import Sinks
+from parallel3d.watch.step_clock import Cause
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +30,13 @@ class StepMetrics:
     lr: float
     grad_norm: float  # Before clipping.
     tokens: int  # Target tokens since the start of the run, including those of skipped steps.
+    # On the slowest rank. Includes the time that saves stop training, but not validation.
     step_time_s: float
-    data_wait_s: float = 0.0  # Part of step_time_s spent waiting for a batch, on the slowest rank.
+    data_wait_s: float = 0.0  # Longest wait of any rank for a batch, a part of step_time_s.
+    # Seconds by cause on the slowest rank, which waits least for others. They sum to step_time_s.
+    time_s: Mapping[Cause, float] = field(default_factory=dict)
+    # (least, most) over the ranks for each cause.
+    time_spread_s: Mapping[Cause, tuple[float, float]] = field(default_factory=dict)
     tokens_per_s: float
     tokens_per_s_per_device: float
     # Model FLOPs utilization: fraction of the device's dense peak. None: the peak is unknown.
@@ -38,6 +45,9 @@ class StepMetrics:
     peak_memory_bytes: int
     # The same for memory reserved by the CUDA allocator. None on CPU.
     peak_reserved_bytes: int | None = None
+    # Memory of the rank with the highest peak, by kind. "activations" is the rest of the peak, with
+    # all temporary tensors. None on CPU.
+    memory_bytes: Mapping[str, int | None] = field(default_factory=dict)
     val_loss: float | None = None  # Loss of the validation set held out from the training data.
     # Losses of the other evaluation sets, keyed by their names.
     set_losses: Mapping[str, float] = field(default_factory=dict)
@@ -50,21 +60,30 @@ class StepMetrics:
     experts: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def scalars(self) -> dict[str, float | None]:
-        """Numbers of the line by key, with a perplexity for each evaluation loss.
+    def line(self) -> dict[str, Any]:
+        """The line as a JSON object, with a perplexity for each evaluation loss.
 
         A non-finite number, such as the norm of a skipped step, becomes None for JSON.
         """
         own = dict(vars(self))
         own |= own.pop("experts")
+        own["time_s"] = {cause: _short(seconds) for cause, seconds in self.time_s.items()}
+        own["time_spread_s"] = {
+            cause: [*map(_short, spread)] for cause, spread in self.time_spread_s.items()
+        }
         losses = own.pop("set_losses")
         own["val_perplexity"] = None if self.val_loss is None else perplexity(self.val_loss)
         for name, loss in losses.items():
             own |= {f"val_loss/{name}": loss, f"val_perplexity/{name}": perplexity(loss)}
         for key, value in own.items():
-            if value is not None and not math.isfinite(value):
+            if isinstance(value, float) and not math.isfinite(value):
                 own[key] = None
         return own
+
+
+def _short(seconds: float) -> float:
+    """Rounds to microseconds, to keep lines short."""
+    return round(seconds, 6)
 
 
 def perplexity(loss: float) -> float:
@@ -103,10 +122,11 @@ class MetricsFile:
             write_atomically(path, "".join(kept))
 
     def write(self, metrics: StepMetrics) -> None:
+        line = metrics.line
         with writing(self._path), self._path.open("a") as file:
-            file.write(json.dumps(metrics.scalars) + "\n")
+            file.write(json.dumps(line) + "\n")
         if self._sinks is not None:
-            self._sinks.log(metrics.scalars)
+            self._sinks.log(line)
 
 
 def _step_of(line: str) -> int | None:

@@ -229,8 +229,18 @@ class _Feeder(Thread):
 
 
 def _numbers(line: Line) -> dict[str, float]:
-    """Returns the values that are not None, without `step`, which sinks take separately."""
-    return {name: value for name, value in line.items() if value is not None and name != "step"}
+    """Returns the numbers of a line, without `step`, which sinks take separately.
+
+    Nested numbers get names such as `time_s/compute`.
+    """
+    numbers: dict[str, float] = {}
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            nested = _numbers(value)
+            numbers |= {f"{name}/{key}": number for key, number in nested.items()}
+        elif isinstance(value, int | float) and name != "step":
+            numbers[name] = value
+    return numbers
 
 
 def cause_of(error: BaseException, name: str) -> str:

@@ -28,6 +28,7 @@ from parallel3d.shard_sizes import largest_shard
 from parallel3d.sharding.optimizer_parts import OptimizerPart
 from parallel3d.sharding.settings import Reduction
 from parallel3d.torch_private import foreach_copy_
+from parallel3d.watch.step_clock import timed_as
 
 WAITS_FOR_RANKS = True  # Makes parallel3d.watch.heartbeat count a rank as waiting in this module.
 
@@ -126,6 +127,7 @@ class Bucket:
             shapes = [part.gradient.shape for part in self.parts]
             self._packing = Packing(shapes, reduction.shard.size)
 
+    @timed_as("dp")
     def start_reduction(self) -> None:
         """Starts the reduction of the gradients over the DP ranks, in the reduction dtype."""
         over = self._reduction
@@ -139,6 +141,7 @@ class Bucket:
             work = dist.all_reduce(sent, group=over.every.group, async_op=True)
             self._pending = partial(after, work, sent)
 
+    @timed_as("dp")
     def finish_reduction(self) -> None:
         """Waits for the reduction and writes the result to `own_gradient` of every part."""
         if self._pending is None:
@@ -155,6 +158,7 @@ class Bucket:
         if over.split:
             self._packing.unpack(total[None], [part.own_gradient for part in self.parts])
 
+    @timed_as("dp")
     def start_publish(self) -> Callable[[], Tensor | None]:
         """Starts to all-gather updated rows, if they are split over ranks.
 

@@ -22,7 +22,12 @@ from parallel3d.mesh import DATA_ROLES, Role
 from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
 from parallel3d.sharding.settings import Reduction, ShardingOptions
 from parallel3d.sharding.units import CommunicationUnit
-from parallel3d.torch_private import keep_delayed_gradients, reduce_delayed_gradients
+from parallel3d.torch_private import (
+    keep_delayed_gradients,
+    reduce_delayed_gradients,
+    wrap_communication,
+)
+from parallel3d.watch.step_clock import timed_as
 
 
 class ReduceScatterIn:
@@ -97,6 +102,7 @@ class FullyShardedData(ShardedData):
         self._heads = [self._root, *_sharded(heads)]
         self._units = _sharded(model.modules())
         for module in self._units:
+            wrap_communication(module, timed_as("dp"))
             if summed != dtypes.reduce:
                 module.set_custom_reduce_scatter(ReduceScatterIn(dtypes.reduce))  # type: ignore[arg-type]
             if not reduction.average:

@@ -27,6 +27,7 @@ from parallel3d.sharding.optimizer_parts import OptimizerPart, ShardedData
 from parallel3d.sharding.settings import Reduction, ShardingOptions
 from parallel3d.sharding.units import CommunicationUnit, Wrap, units_of
 from parallel3d.torch_private import is_in_backward, tree_map
+from parallel3d.watch.step_clock import timed_as
 
 _UNDER_WAY = 2  # Buckets reduced at a time. This limits memory, because each may need a copy.
 
@@ -152,6 +153,7 @@ class ReplicatedData(ShardedData):
         self._publish_until(len(self._buckets))
 
     @torch.compiler.disable
+    @timed_as("dp")
     @torch.no_grad()
     def _publish_until(self, end: int) -> None:
         """Waits until the first `end` buckets have received their values.

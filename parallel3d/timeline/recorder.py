@@ -11,6 +11,13 @@ from parallel3d.schedules.schedule import Action
 from parallel3d.timeline.spans import Span
 
 
+def cuda_event() -> torch.cuda.Event:
+    """Returns an event in the current stream that has a time."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class Recorder:
     """Collects (action, start, end) of a rank's computation, without its waits for other ranks.
 
@@ -27,11 +34,7 @@ class Recorder:
 
     def now(self) -> Any:
         """Returns the current time in seconds, or a CUDA event in the current stream."""
-        if not self._events:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        return cuda_event() if self._events else time.perf_counter()
 
     def add(self, action: Action, start: Any, end: Any) -> None:
         self._marks.append((action, start, end))

@@ -6,7 +6,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -25,17 +25,19 @@ from parallel3d.data.order import SkippedRanges
 from parallel3d.errors import CtrlCError, PreemptedError
 from parallel3d.export import ExportForm, export
 from parallel3d.launch.signals import StopRequest, signal_name
-from parallel3d.reporting.metrics import MetricsFile, StepMetrics, peak_memory_bytes
+from parallel3d.reporting.metrics import MetricsFile, StepMetrics
 from parallel3d.reporting.profiler import ProfilerWindow
 from parallel3d.reporting.progress import ProgressDisplay
 from parallel3d.torch_private import limit_waits
 from parallel3d.training.callbacks import VALIDATION, Callbacks
+from parallel3d.training.rank_metrics import RankMetrics
 from parallel3d.training.state import of_rank_0, resume_from, state_of
 from parallel3d.training.step_result import StepResult
 from parallel3d.training.timeline import traced_step
 from parallel3d.training.trainer import Trainer
 from parallel3d.watch import heartbeat
 from parallel3d.watch.heartbeat import phase
+from parallel3d.watch.step_clock import CLOCK, Cause, timed
 
 
 @dataclass
@@ -66,6 +68,7 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self.recipe = self.trainer.recipe
         self.run_dir = self.checkpoints.parent
+        self.rank_metrics = RankMetrics(self.trainer)
         self.start_report()
         self.is_first_step = True  # Until this process completes a step.
         folder = self.run_dir / "profile"
@@ -106,18 +109,15 @@ class TrainingLoop:
     def train_step(self, batches: Iterator[Batch]) -> StepResult:
         """Runs the next step, timed and profiled, and compares replicas if due."""
         step = self.trainer.step + 1
-        start_s = time.perf_counter()
-        with self.profiler.step(step):
-            with phase("data"):
+        with self.measured(), self.profiler.step(step):
+            with phase("data"), timed("data"):
                 batch = next(batches)
-            self.data_s += time.perf_counter() - start_s
             with phase("forward or backward"):
                 if step == self.recipe.logging.timeline:
                     result = traced_step(self.trainer, batch, self.run_dir, self.progress.say)
                 else:
                     is_asked_to_stop = any(self.own_requests)
                     result = self.trainer.train_step(batch, is_asked_to_stop=is_asked_to_stop)
-            self.steps_s += time.perf_counter() - start_s
         # Kernels are loaded and ranks are connected now, so a longer wait means a hang.
         if self.is_first_step:
             limit_waits(self.recipe.train.timeout_s)
@@ -155,7 +155,7 @@ class TrainingLoop:
         is_on_time = is_due(self.recipe.checkpoint.every, step, is_last)
         if is_on_time or signum or wants_save:
             exports = is_last or (is_on_time and not signum)
-            with phase("save"):
+            with phase("save"), self.measured("checkpoint"):
                 self.save(is_last=is_last or signum > 0, exports=exports)
         if signum:
             self.stop.is_answered()
@@ -215,11 +215,21 @@ class TrainingLoop:
         return losses
 
     def start_report(self) -> None:
-        """Starts a new metrics interval. Step times exclude validation and checkpoints."""
+        """Starts a new metrics interval."""
         progress = self.trainer.progress
         self.reported_step = progress.step
         self.reported_tokens = progress.tokens
-        self.steps_s = self.data_s = 0.0
+        self.steps_s = 0.0
+        CLOCK.take()
+
+    @contextmanager
+    def measured(self, cause: Cause = "other") -> Iterator[None]:
+        """Context manager whose time counts as step time, for `cause` unless `timed` says more."""
+        start_s = time.perf_counter()
+        with CLOCK.running(cause):
+            yield
+        CLOCK.settle()
+        self.steps_s += time.perf_counter() - start_s
 
     def report(self, result: StepResult, losses: Mapping[str, float]) -> None:
         """Writes and prints the metrics since the previous report. Collective.
@@ -229,23 +239,19 @@ class TrainingLoop:
         progress = self.trainer.progress
         sets = dict(losses)
         steps = progress.step - self.reported_step
-        tokens_per_s = (progress.tokens - self.reported_tokens) / self.steps_s
+        figures = self.rank_metrics.collect(steps, self.steps_s)
+        tokens_per_step = (progress.tokens - self.reported_tokens) / steps
+        tokens_per_s = tokens_per_step / figures["step_time_s"]
         per_device = tokens_per_s / self.recipe.parallel.world_size
-        own = *peak_memory_bytes(self.trainer.device), self.data_s
-        peak_bytes, reserved_bytes, wait_s = self.largest(own)
         line = StepMetrics(
             step=progress.step,
             loss=result.loss,
             lr=result.lr,
             grad_norm=result.grad_norm,
             tokens=progress.tokens,
-            step_time_s=self.steps_s / steps,
-            data_wait_s=wait_s / steps,
             tokens_per_s=tokens_per_s,
             tokens_per_s_per_device=per_device,
             mfu=None if self.peak_tokens_per_s is None else per_device / self.peak_tokens_per_s,
-            peak_memory_bytes=round(peak_bytes),
-            peak_reserved_bytes=round(reserved_bytes) or None,
             val_loss=sets.pop(VALIDATION, None),
             set_losses=sets,
             loss_scale=result.loss_scale,
@@ -253,6 +259,7 @@ class TrainingLoop:
             rollbacks=progress.spikes.rollbacks,
             skipped_steps=progress.skipped_steps,
             experts=result.expert_load._asdict() if result.expert_load else {},
+            **figures,
         )
         self.start_report()
         self.progress.measured(line)

@@ -42,6 +42,7 @@ from parallel3d.training.step_result import (
     refuse_wrong_id,
 )
 from parallel3d.watch.heartbeat import phase
+from parallel3d.watch.step_clock import timed
 
 _build_schedule = lru_cache(build_schedule)  # A batch-size warmup reuses several schedules.
 
@@ -200,7 +201,8 @@ class Trainer:
             schedule=self.schedule_of(len(labels)),
         )
         self.engine.finish_gradients(observe)
-        square = self.engine.squared_norm()
+        with timed("optimizer"):
+            square = self.engine.squared_norm()
         result = self._sum_over_mesh(
             loss, labels, square, batch.wrong_id, rate=rate, is_asked_to_stop=is_asked_to_stop
         )
@@ -211,13 +213,14 @@ class Trainer:
             result = replace(result, expert_load=self.experts.collect(self.device))
         if not result.is_skipped:
             limit = recipe.train.grad_clip or math.inf
-            with phase("optimizer"):
+            with phase("optimizer"), timed("optimizer"):
                 clip = min(1.0, limit / (result.own_norm + 1e-6))
                 self.engine.scale_gradients(result.factor * clip)
                 self.optimizer.step()
             if self.experts is not None:
                 self.experts.balance()
-        self.outer_loop.after_step(step, is_last=False)
+        with timed("optimizer"):
+            self.outer_loop.after_step(step, is_last=False)
         self.engine.publish()
         self.engine.clear_gradients()
         self.progress = replace(

@@ -30,7 +30,6 @@ from parallel3d.planner.report.page import (
     layout_text,
     scales_text,
     three_digits,
-    time_text,
     wrapped,
 )
 from parallel3d.planner.time.step import Cost, step_cost
@@ -39,6 +38,7 @@ from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.score import how_sure
 from parallel3d.tools.verify.command import run_of_recipe
 
+_SHOWN = 0.01  # Smallest share of the step time of a cause in the table.
 _SAME_PEAK = 0.02  # Relative tolerance of a peak derived from MFU.
 _LABELS = {
     "step_time_s": "step time, s",
@@ -57,12 +57,13 @@ class RunMetrics:
     """
 
     lines: int
-    step_time_s: float
+    step_time_s: float  # Without saves of checkpoints, which no plan includes.
     least_s: float  # 10th percentile of the step time in seconds.
     most_s: float  # 90th percentile.
     peak_memory_bytes: int
     tokens_per_s: float  # Tokens per second and device, from the last line.
     mfu: float | None  # From the last line. None: unknown peak FLOP/s.
+    time_s: dict[str, float]  # Medians by cause, empty for runs before time_s was logged.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +120,16 @@ class RunComparison:
         return figures
 
     @property
+    def causes(self) -> dict[str, tuple[float, float | None]]:
+        """(predicted, measured) seconds per step by cause. None: the run did not log it."""
+        measured = dict(self.measured.time_s)
+        if measured:
+            measured["overhead"] = measured.pop("other")
+            measured.pop("checkpoint")
+        predicted = dict.fromkeys(measured, 0.0) | vars(self.cost.parts)
+        return {cause: (seconds, measured.get(cause)) for cause, seconds in predicted.items()}
+
+    @property
     def measured_run(self) -> MeasuredRun:
         """The measurements of the run, in the form that `--measured` uses."""
         bytes_ = None if self.run.on_cpu else self.measured.peak_memory_bytes
@@ -172,10 +183,16 @@ def read_measured(path: Path, recipe: Recipe) -> RunMetrics:
             for before, line in pairwise(lines)
             if recipe.batch_sizes.at(before["step"]) == recipe.train.global_batch_size
         ]
-        times = [float(line["step_time_s"]) for line in steady]
+        causes = [dict(line.get("time_s") or {}) for line in steady]
+        times = [
+            float(line["step_time_s"]) - own.get("checkpoint", 0.0)
+            for line, own in zip(steady, causes, strict=True)
+        ]
+        names = causes[-1] if causes and all(causes) else {}
+        time_s = {cause: median(own[cause] for own in causes) for cause in names}
         peak = max((int(line["peak_memory_bytes"]) for line in steady), default=0)
         rates = [(float(line["tokens_per_s_per_device"]), line["mfu"]) for line in steady]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}"
         raise DataError(f"{path}: not the metrics of a run ({why})") from error
     if not times:
@@ -190,6 +207,7 @@ def read_measured(path: Path, recipe: Recipe) -> RunMetrics:
         peak_memory_bytes=peak,
         tokens_per_s=rates[-1][0],
         mfu=rates[-1][1],
+        time_s=time_s,
     )
 
 
@@ -206,11 +224,15 @@ def _page(found: RunComparison, run_dir: Path) -> Iterator[str]:
     for kind, (predicted, real) in found.figures.items():
         numbers = f"{three_digits(predicted):>12}{three_digits(real):>12}"
         yield f"{_LABELS[kind]:<28}{numbers}{predicted / real - 1:>+9.1%}"
+    least_s = _SHOWN * found.cost.step_time_s
+    for cause, (predicted, real_s) in found.causes.items():
+        if max(predicted, real_s or 0.0) >= least_s:
+            shown = "-" if real_s is None else three_digits(real_s)
+            yield f"{f'  {cause}, s':<28}{three_digits(predicted):>12}{shown:>12}"
     yield ""
     spread = f"80% between {measured.least_s:.3g} and {measured.most_s:.3g} s per step"
     lines = f"median of {measured.lines} lines of metrics.jsonl"
     yield from wrapped("measured", f"{lines}; {spread}")
-    yield from wrapped("time", f"as predicted: {time_text(found.cost.parts)}")
     yield from wrapped("scales", scales_text(found.scales))
     yield from wrapped("how sure", how_sure(run))
 
@@ -228,6 +250,10 @@ def _tree(found: RunComparison) -> object:
         "lines": measured.lines,
         "step_time_s_p10_p90": [measured.least_s, measured.most_s],
         "figures": figures,
+        "causes": {
+            cause: {"predicted_s": predicted, "measured_s": real}
+            for cause, (predicted, real) in found.causes.items()
+        },
         "scales": scales_tree(found.scales),
         "predicted": {
             "time_s": {kind: getattr(found.cost.parts, kind) for kind in TIME_KINDS},
