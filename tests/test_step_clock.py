@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ Work = Callable[[float], None]
 
 
 class Time:
-    """Time that passes only in `work`. `passed` is the latest time that the GPU has reached."""
+    """Time that passes only in `work`, with the events of a GPU that has reached `passed`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -24,14 +24,27 @@ class Time:
     def work(self, seconds: float) -> None:
         self.now += seconds
 
+    def record(self) -> float:
+        return self.now
 
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Iterator[Time]:
+    perf_counter = record
+
+    def has_passed(self, event: float) -> bool:
+        return event <= self.passed
+
+    def elapsed_s(self, start: float, end: float) -> float:
+        return end - start
+
+
+@pytest.fixture(params=["cpu", "gpu"])
+def time(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Time:
     time = Time()
     clock = StepClock()
-    clock.use(lambda: time.now, lambda end, start: end - start, lambda mark: mark <= time.passed)
+    monkeypatch.setattr(step_clock, "time", time)
     monkeypatch.setattr(step_clock, "CLOCK", clock)
-    yield time
+    if request.param == "gpu":
+        clock.use(time)
+    return time
 
 
 def taken() -> dict[str, float]:
@@ -74,7 +87,8 @@ def test_nothing_is_counted_outside_of_steps(time: Time) -> None:
     assert taken() == {}
 
 
-def test_marks_that_a_gpu_has_not_reached_are_counted_later(time: Time) -> None:
+@pytest.mark.parametrize("time", ["gpu"], indirect=True)
+def test_events_that_a_gpu_has_not_reached_are_counted_later(time: Time) -> None:
     with step_clock.CLOCK.running():
         with timed("compute"):
             time.work(1.0)

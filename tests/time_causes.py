@@ -1,7 +1,8 @@
-"""Time by cause of real runs: its sum in eight layouts, and sleeps planted in each kind of work.
+"""Time by cause of real runs: its sum in eight layouts, sleeps planted in each kind of work, and
+the CPU time that measuring takes.
 
 `python -m tests.time_causes` ends with 1 if the causes of a layout do not sum to the step within
-2%, or if a planted sleep does not appear as its cause within 5%.
+2%, if a planted sleep does not appear as its cause within 5%, or if measuring takes over 1%.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +22,7 @@ from parallel3d.launch.local import launch_local
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe
+from parallel3d.watch.step_clock import CLOCK, Cause
 from tests.one_rank import read_metrics
 
 SLEEP_S = 0.5
@@ -67,6 +70,8 @@ def main() -> int:
         ratio = (own_s - usual_s) / SLEEP_S
         has_failed |= abs(ratio - 1) > 0.05
         print(f"sleep in {place}: {cause} grows by {ratio:.3f} of it", flush=True)
+    for layout in ("pp=1 dp_shard=1 tp=1", "pp=2 dp_shard=1 tp=2"):
+        run(layout, "clock", "model.layers=8 train.steps=400 logging.every=100")
     return has_failed
 
 
@@ -131,9 +136,32 @@ def train(recipe: Recipe, rendezvous: Rendezvous, place: str) -> None:
             return optimizer
 
         trainer.build_optimizer = build_slow
+    elif place == "clock":
+        loop.TrainingLoop.measured = in_turn(loop.TrainingLoop.measured)  # type: ignore[method-assign]
     elif place == "save":
         loop.Saver.save = slowed(loop.Saver.save)  # type: ignore[method-assign]
     recipes.work(recipe, rendezvous)
+
+
+def in_turn(measured: Callable[..., Any]) -> Callable[..., Any]:
+    """Stops the clock in every second step, and prints the ratio of CPU times at the end."""
+    used: dict[bool, list[float]] = {True: [], False: []}
+
+    @contextmanager
+    def measured_in_turn(self: Any, cause: Cause = "other") -> Iterator[None]:
+        runs = self.trainer.step % 2 == 0
+        start_s = time.process_time()
+        with measured(self, cause):
+            if not runs:
+                CLOCK.switch(None)
+            yield
+        used[runs].append(time.process_time() - start_s)
+        if self.trainer.step == self.recipe.train.steps:
+            ratio = median(used[True]) / median(used[False])
+            print(f"CPU time with the clock / without: {ratio:.4f}", flush=True)
+            assert ratio <= 1.01
+
+    return measured_in_turn
 
 
 def slowed(function: Callable[..., Any]) -> Callable[..., Any]:

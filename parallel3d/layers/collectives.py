@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 
 from parallel3d.mesh import Axis
 from parallel3d.shared_memory.collectives import SLOT_BYTES, exchange_of
-from parallel3d.watch.step_clock import timed, timed_as
+from parallel3d.watch.step_clock import timed
 
 WAITS_FOR_RANKS = True  # Read by parallel3d.watch.heartbeat.
 
@@ -57,7 +57,12 @@ def _timed(start: _Start[_P]) -> _Start[_P]:
             return lambda: x
         with timed(axis.cause):
             wait = start(x, axis, *args, **kwargs)
-        return timed_as(axis.cause)(wait)
+
+        def timed_wait() -> Tensor:
+            with timed(axis.cause):
+                return wait()
+
+        return timed_wait
 
     return timed_start
 

@@ -11,11 +11,19 @@ from parallel3d.schedules.schedule import Action
 from parallel3d.timeline.spans import Span
 
 
-def cuda_event() -> torch.cuda.Event:
-    """Returns an event in the current stream that has a time."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
+class CudaEvents:
+    """Events with times in the current CUDA stream."""
+
+    def record(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def has_passed(self, event: torch.cuda.Event) -> bool:
+        return event.query()
+
+    def elapsed_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) / 1000
 
 
 class Recorder:
@@ -34,7 +42,7 @@ class Recorder:
 
     def now(self) -> Any:
         """Returns the current time in seconds, or a CUDA event in the current stream."""
-        return cuda_event() if self._events else time.perf_counter()
+        return CudaEvents().record() if self._events else time.perf_counter()
 
     def add(self, action: Action, start: Any, end: Any) -> None:
         self._marks.append((action, start, end))

@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel3d.layers.collectives import all_gather_single
 from parallel3d.layers.gradients import local_tensor
 from parallel3d.reporting.metrics import peak_memory_bytes
-from parallel3d.timeline.recorder import cuda_event
+from parallel3d.timeline.recorder import CudaEvents
 from parallel3d.training.trainer import Trainer
 from parallel3d.watch.step_clock import CAUSES, CLOCK, WAITS
 
@@ -25,7 +25,7 @@ class RankMetrics:
         self._trainer = trainer
         self._state_bytes: dict[str, int] = {}
         if trainer.device.type == "cuda":
-            CLOCK.use(cuda_event, cuda_elapsed_s, torch.cuda.Event.query)
+            CLOCK.use(CudaEvents())
 
     def collect(self, steps: int, steps_s: float) -> dict[str, Any]:
         """Returns fields of `StepMetrics` for the last steps. Collective.
@@ -103,7 +103,3 @@ def _bytes_on(device: torch.device, tensors: Iterable[Tensor]) -> int:
             storage = own.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
-
-
-def cuda_elapsed_s(end: torch.cuda.Event, start: torch.cuda.Event) -> float:
-    return start.elapsed_time(end) / 1000

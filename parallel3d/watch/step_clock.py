@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from itertools import pairwise
-from operator import sub
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args
 
 Cause = Literal[
     "compute",
@@ -38,6 +37,19 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
+class Events(Protocol):
+    """Events in the current stream of a GPU."""
+
+    def record(self) -> Any:
+        """Returns an event that passes when the GPU has done the work before it."""
+
+    def has_passed(self, event: Any) -> bool:
+        """Returns True if the GPU has reached the event, without waiting."""
+
+    def elapsed_s(self, start: Any, end: Any) -> float:
+        """Returns the seconds between two events that have passed."""
+
+
 class StepClock:
     """Seconds by cause on this rank. `CLOCK` is the only instance.
 
@@ -47,31 +59,27 @@ class StepClock:
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(CAUSES, 0.0)
-        self._cause: Cause | None = None  # None: the clock does not run.
-        # The cause that ended at each mark, and the mark. None: the clock did not run before it.
+        self.cause: Cause | None = None  # None: the clock does not run.
+        self._since_s = 0.0  # Time of the last switch on a CPU.
+        self._events: Events | None = None
+        # The cause that ended at each event, and the event. None: the clock did not run before it.
         self._marks: list[tuple[Cause | None, Any]] = []
-        self.use(time.perf_counter, sub, lambda mark: True)
 
-    def use(
-        self,
-        mark: Callable[[], Any],
-        elapsed_s: Callable[[Any, Any], float],
-        has_passed: Callable[[Any], bool],
-    ) -> None:
-        """Sets the functions that make and compare marks of the current time.
-
-        `elapsed_s` takes the later mark first and returns the seconds between both.
-        """
-        self._mark = mark
-        self._elapsed_s = elapsed_s
-        self._has_passed = has_passed
+    def use(self, events: Events) -> None:
+        """Measures with events of a GPU from now on."""
+        self._events = events
 
     def switch(self, cause: Cause | None) -> Cause | None:
         """Begins a cause and returns the one that ended."""
-        before = self._cause
-        if cause != before:
-            self._marks.append((before, self._mark()))
-            self._cause = cause
+        before = self.cause
+        self.cause = cause
+        if self._events is not None:
+            self._marks.append((before, self._events.record()))
+            return before
+        now_s = time.perf_counter()
+        if before is not None:
+            self.seconds[before] += now_s - self._since_s
+        self._since_s = now_s
         return before
 
     @contextmanager
@@ -84,14 +92,16 @@ class StepClock:
             self.switch(before)
 
     def settle(self) -> None:
-        """Adds up the time until the last mark that has passed."""
+        """Adds up the time until the last event that has passed. Does nothing on a CPU."""
+        if self._events is None:
+            return
         count = 0
         for (_, start), (cause, end) in pairwise(self._marks):
-            if not self._has_passed(end):
+            if not self._events.has_passed(end):
                 break
             count += 1
             if cause is not None:
-                self.seconds[cause] += self._elapsed_s(end, start)
+                self.seconds[cause] += self._events.elapsed_s(start, end)
         del self._marks[:count]
 
     def take(self) -> dict[Cause, float]:
@@ -99,10 +109,6 @@ class StepClock:
         self.settle()
         taken, self.seconds = self.seconds, dict.fromkeys(CAUSES, 0.0)
         return taken
-
-    @property
-    def is_running(self) -> bool:
-        return self._cause is not None
 
 
 CLOCK = StepClock()
@@ -117,7 +123,7 @@ class timed:  # noqa: N801  # used like a function
         self._cause = cause
 
     def __enter__(self) -> None:
-        self._before = CLOCK.switch(self._cause) if CLOCK.is_running else None
+        self._before = None if CLOCK.cause is None else CLOCK.switch(self._cause)
 
     def __exit__(self, *error: object) -> None:
         if self._before is not None:
