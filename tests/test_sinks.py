@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from textwrap import indent
 from threading import Event
 from typing import Any
 
@@ -37,6 +38,7 @@ RECIPE = Recipe(
     ),
     logging=LoggingConfig(every=1, project="mine"),
 )
+SAMPLE = "def f(x):\n    return <x>\n"
 Curves = dict[str, dict[int, float]]  # name of a metric -> step -> value
 
 
@@ -52,6 +54,8 @@ def metrics_of(step: int, loss: float) -> StepMetrics:
         tokens_per_s_per_device=2048.0,
         mfu=None,
         peak_memory_bytes=412 * 2**20,
+        time_s={"compute": 0.2, "tp": 0.05},
+        time_spread_s={"compute": (0.1, 0.2), "tp": (0.05, 0.15)},
         val_loss=2.0 + step if step % 2 else None,
         set_losses={"books": loss},
     )
@@ -64,14 +68,16 @@ def write(folder: Path, name: SinkName, resumed_step: int, losses: list[tuple[in
         file = MetricsFile(folder / "metrics.jsonl", resumed_step=resumed_step, sinks=fed)
         for step, loss in losses:
             file.write(metrics_of(step, loss))
+        fed.log({"step": step, "sample": SAMPLE})
     assert told == []
 
 
 def curves_of_the_file(folder: Path) -> Curves:
     curves: Curves = {}
     for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        line |= {f"time_s/{cause}": part for cause, part in line.pop("time_s").items()}
         for name, value in line.items():
-            if value is not None and name != "step":
+            if isinstance(value, int | float) and name != "step":
                 curves.setdefault(name, {})[line["step"]] = value
     return curves
 
@@ -82,6 +88,10 @@ def read_tensorboard(folder: Path) -> Curves:
     reader = events.EventAccumulator(str(folder / "tensorboard"))
     reader.Reload()
     curves = {tag: reader.Scalars(tag) for tag in reader.Tags()["scalars"]}
+    sample = reader.Tensors("sample/text_summary")[-1].tensor_proto.string_val[0].decode()
+    assert sample == indent(SAMPLE, "    ")
+    parameters = reader.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    assert b"train.seq_len" in parameters
     for curve in curves.values():
         assert [event.step for event in curve] == sorted({event.step for event in curve})
     return {tag: {event.step: event.value for event in curve} for tag, curve in curves.items()}
@@ -95,6 +105,8 @@ def read_mlflow(folder: Path) -> Curves:
     assert run.info.status == "FINISHED"
     assert run.info.run_name == folder.name
     assert run.data.params["train.seq_len"] == "16"
+    sample = client.download_artifacts(run.info.run_id, "samples/step_00000004.txt")
+    assert Path(sample).read_text() == SAMPLE
     histories = {
         name: client.get_metric_history(run.info.run_id, name) for name in run.data.metrics
     }
@@ -134,7 +146,9 @@ def test_its_own_reader_reads_what_metrics_jsonl_holds_also_after_a_crash(
     assert expected["loss"] == {1: 6.0, 2: 5.1, 3: 4.25, 4: 3.35}
     found = read(tmp_path)
     assert found[books] == {step: rounded(loss) for step, loss in expected["loss"].items()}
-    for key in ("loss", "lr", "val_loss", "grad_norm"):
+    time_name = books.replace("val_loss", "time_s").replace("books", "compute")
+    found["time_s/compute"] = found[time_name]
+    for key in ("loss", "lr", "val_loss", "grad_norm", "time_s/compute"):
         assert found[key] == {step: rounded(value) for step, value in expected[key].items()}
 
 

@@ -17,13 +17,14 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Full, Queue
+from textwrap import indent
 from threading import Thread
 from typing import Any, Protocol
 from uuid import uuid4
 
 from parallel3d.config.recipe import Recipe, SinkName
 
-# One line of metrics.jsonl: name -> number or None.
+# One line of metrics.jsonl, or {"step": ..., "sample": text} for generated text.
 Line = Mapping[str, Any]
 _MOST_LINES_WAITING = 1000  # Queue size per sink. Further lines are dropped.
 _LAST_WAIT_S = 60.0  # Seconds to send the remaining lines at the end of a run.
@@ -52,6 +53,16 @@ class SinkRun:
         """Sections of the recipe as dicts. Top-level keys such as `run_dir` are omitted."""
         sections = asdict(self.recipe).items()
         return {key: value for key, value in sections if isinstance(value, dict)}
+
+    @property
+    def parameters(self) -> dict[str, str | float | bool]:
+        """Values of the recipe by their full key, with text for values that are not scalars."""
+        found: dict[str, str | float | bool] = {}
+        for section, keys in self.settings.items():
+            for key, value in keys.items():
+                is_scalar = isinstance(value, str | float | int)
+                found[f"{section}.{key}"] = value if is_scalar else str(value)
+        return found
 
     def id_file(self, sink: str) -> Path:
         """File with the ID under which `sink` knows the run, so that a resumed run continues it."""
@@ -82,10 +93,16 @@ class TensorBoard:
 
         folder = str(run.folder / "tensorboard")
         self._writer = SummaryWriter(folder, purge_step=run.resumed_step + 1)
+        # `run_name`: otherwise, the hyperparameters would become a run of their own.
+        self._writer.add_hparams(run.parameters, {}, run_name=".")
 
     def log(self, line: Line) -> None:
         for name, value in _numbers(line).items():
             self._writer.add_scalar(name, value, line["step"])
+        if "sample" in line:
+            # TensorBoard renders Markdown, in which an indented text is code.
+            text = indent(line["sample"], "    ")
+            self._writer.add_text("sample", text, line["step"])
         self._writer.flush()
 
     def finish(self, succeeded: bool) -> None:
@@ -101,6 +118,7 @@ class WeightsAndBiases:
         own_id = run.id_file("wandb")
         if not own_id.exists():
             own_id.write_text(uuid4().hex[:8])
+        self._table = wandb.Table
         self._run = wandb.init(
             project=run.project,
             name=run.name,
@@ -113,7 +131,12 @@ class WeightsAndBiases:
         )
 
     def log(self, line: Line) -> None:
-        self._run.log(_numbers(line), step=line["step"])
+        values: dict[str, Any] = _numbers(line)
+        if "sample" in line:
+            table = self._table(columns=["step", "sample"])
+            table.add_data(line["step"], line["sample"])
+            values["sample"] = table
+        self._run.log(values, step=line["step"])
 
     def finish(self, succeeded: bool) -> None:
         self._run.finish(exit_code=0 if succeeded else 1)
@@ -140,9 +163,9 @@ class MLflow:
         experiment = found.experiment_id if found else self._client.create_experiment(run.project)
         self._id = self._client.create_run(experiment, run_name=run.name).info.run_id
         own_id.write_text(self._id)
-        for section, keys in run.settings.items():  # MLflow accepts 100 parameters per request.
-            params = [Param(f"{section}.{key}", str(value)) for key, value in keys.items()]
-            self._client.log_batch(self._id, params=params)
+        params = [Param(name, str(value)) for name, value in run.parameters.items()]
+        for start in range(0, len(params), 100):  # MLflow accepts 100 parameters per request.
+            self._client.log_batch(self._id, params=params[start : start + 100])
 
     def log(self, line: Line) -> None:
         now_ms = time.time_ns() // 1_000_000
@@ -152,6 +175,9 @@ class MLflow:
             for name, value in _numbers(line).items()
         ]
         self._client.log_batch(self._id, metrics=metrics)
+        if "sample" in line:
+            path = f"samples/step_{line['step']:08d}.txt"
+            self._client.log_text(self._id, line["sample"], path)
 
     def finish(self, succeeded: bool) -> None:
         self._client.set_terminated(self._id, "FINISHED" if succeeded else "FAILED")

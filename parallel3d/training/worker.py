@@ -107,8 +107,8 @@ def run_worker(
                 tidy(checkpoints)
             record_start()
         seen = SinkRun(recipe, run_dir, trainer.step)
+        text = None
         with (
-            stop_signals(recipe, checkpoints) as stop,
             ProgressDisplay(train.steps, trainer.step, speaks=speaks) as progress,
             Sinks(recipe.logging.sinks if speaks else (), seen, progress.say) as sinks,
         ):
@@ -125,12 +125,17 @@ def run_worker(
             for line in filter(None, lines):
                 progress.say(line)
             called = Callbacks(watchers, RunView(recipe, run_dir, progress.say, trainer.step))
-            TrainingLoop(trainer, loaders, checkpoints, metrics, progress, stop, called, peak).fit()
-        if train.sample_tokens:
-            with phase("generation"):
-                text = generate(trainer, corpora[0].tokenizer, train)
-            if speaks:
-                print(f"--- sample after step {trainer.step}\n{printable(text)}\n---", flush=True)
+            with stop_signals(recipe, checkpoints) as stop:
+                loop = TrainingLoop(
+                    trainer, loaders, checkpoints, metrics, progress, stop, called, peak
+                )
+                loop.fit()
+            if train.sample_tokens:
+                with phase("generation"):
+                    text = generate(trainer, corpora[0].tokenizer, train)
+                sinks.log({"step": trainer.step, "sample": text})
+        if speaks and text is not None:
+            print(f"--- sample after step {trainer.step}\n{printable(text)}\n---", flush=True)
 
 
 def read_saved(
