@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +31,7 @@ from parallel3d.training.trainer import Trainer
 from tests.distributed.training_cases import save_trainer
 from tests.gpu.conftest import Measure
 from tests.gpu.training import GPT, LLAMA, Trained, make_trainer, small, train
+from tests.one_rank import read_metrics
 
 MODELS = {"llama": small(), "gpt": small(GPT)}
 OPTIMIZERS = {
@@ -92,6 +95,20 @@ def test_all_blocks_share_one_compiled_graph(measured: Measure) -> None:
     eager = run_ranks(train, {"bf16": PRECISIONS["bf16"]}, "cuda", world_size=1, device="cuda")
     assert measured("loss", compiled.last_loss_off(eager["bf16"])) <= 1e-2
     assert graphs == 1
+
+
+def test_the_causes_of_a_run_sum_to_its_steps(measured: Measure, tmp_path: Path) -> None:
+    """CUDA events time the causes, and the host times the step."""
+    layout = "parallel.pp=1 parallel.dp_shard=1 parallel.tp=1 parallel.recompute=full"
+    model = "model.hidden=1536 model.heads=12 model.ffn_hidden=4096 train.seq_len=1024"
+    rest = f"train.steps=30 train.device=cuda train.precision=bf16 run_dir={tmp_path / 'run'}"
+    command = [sys.executable, "-m", "parallel3d.recipes.pretrain", "quickstart"]
+    subprocess.run([*command, *f"{layout} {model} {rest}".split()], check=True)
+    last = read_metrics(tmp_path / "run")[-1]
+    ratio = sum(last["time_s"].values()) / last["step_time_s"]
+    assert abs(measured("causes / step", ratio) - 1) <= 0.05
+    assert last["time_s"]["recompute"] > 0.1 * last["time_s"]["compute"]
+    assert sum(last["memory_bytes"].values()) == last["peak_memory_bytes"]
 
 
 def test_dropout_drops_what_a_cpu_drops() -> None:
