@@ -12,6 +12,7 @@ if __name__ != "parallel3d.recipes":
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -66,14 +67,15 @@ class Job:
         return self.function == "work"
 
 
-def work(recipe: Recipe, rendezvous: Rendezvous) -> None:
-    """Runs one rank of a training run."""
+def work(recipe: Recipe, rendezvous: Rendezvous, command: Sequence[str] = ()) -> None:
+    """Runs one rank of a training run that the user started with `command`."""
     # Imports torch, so errors in a recipe are reported before.
     from parallel3d.training.worker import run_worker
 
-    run_worker(recipe, rendezvous, model_class(recipe.model.architecture), peak_flops)
-    if rendezvous.rank == 0 and (command := plan_with(recipe)):
-        said = f"to plan with the speed that this run measured: {command}"
+    model = model_class(recipe.model.architecture)
+    run_worker(recipe, rendezvous, model, peak_flops, command=command)
+    if rendezvous.rank == 0 and (advice := plan_with(recipe)):
+        said = f"to plan with the speed that this run measured: {advice}"
         print(printable(said), file=sys.stderr, flush=True)
 
 

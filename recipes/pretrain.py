@@ -28,6 +28,7 @@ from parallel3d.errors import ClusterError, ConfigError, CtrlCError, PreemptedEr
 from parallel3d.launch.failure import Failure, end_process, print_error, writing_output
 from parallel3d.launch.local import launch_local
 from parallel3d.launch.peer_monitor import ReportedError
+from parallel3d.launch.provenance import user_command
 from parallel3d.launch.rendezvous import Rendezvous, join_attempt, was_requeued
 from parallel3d.launch.run_dir import RunOutcome, check_compiler, check_run_dir
 from parallel3d.launch.run_lock import locked
@@ -171,7 +172,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _load(options: argparse.Namespace) -> Job:
-    return Job(load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards()))
+    recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
+    return Job(recipe, arguments=(user_command(options.command_line),))
 
 
 def _translate(path: Path) -> int:
@@ -260,20 +262,22 @@ def run_rank(
             work()
     except (PreemptedError, ConfigError, ClusterError) as error:  # raised on all ranks
         if speaks:
-            print_error(str(error))
+            print_error(str(error), recipe.run_dir)
         outcome = RunOutcome(exit_status=error.exit_status, reason=str(error))
     except ReportedError as error:  # the process group stays open
         outcome = RunOutcome.of(error.failure)
         if error.is_ours:
-            print_error(error.failure.line() + error.failure.traceback_for_user(verbose=verbose))
+            traceback = error.failure.traceback_for_user(verbose=verbose)
+            print_error(error.failure.line() + traceback, recipe.run_dir)
             _record_for_torchrun(error)
         if error.is_ours or speaks:
             outcome.write(recipe.run_dir)
         return outcome.exit_status, True
     except (Exception, SystemExit) as error:
-        failure = Failure.of(error, rendezvous.rank, recipe.parallel)
+        failure = Failure.of(error, rendezvous.rank, recipe)
         outcome = RunOutcome.of(failure)
-        print_error(failure.line() + failure.traceback_for_user(verbose=verbose))
+        traceback = failure.traceback_for_user(verbose=verbose)
+        print_error(failure.line() + traceback, recipe.run_dir)
         _record_for_torchrun(error)
     if speaks:
         outcome.write(recipe.run_dir)

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from parallel3d.config.recipe import ParallelConfig
+from parallel3d.config.recipe import Recipe
 from parallel3d.errors import Parallel3dError, RankError, RendezvousError, SaveError, printable
+from parallel3d.launch.run_log import print_to_terminal, see_log, write_log
+from parallel3d.launch.run_record import has_begun
 from parallel3d.launch.signals import ignore_stop_signals
 
 _LONGEST_TRACEBACK = 20_000  # Maximum length in characters, so that a report fits into a pipe.
@@ -50,18 +52,20 @@ class Failure:
     reporter: int | None = None  # Rank that prints the failure, or None without a PeerMonitor.
 
     @classmethod
-    def of(cls, error: BaseException, rank: int, parallel: ParallelConfig) -> Failure:
+    def of(cls, error: BaseException, rank: int, recipe: Recipe) -> Failure:
         """Returns the failure of `rank` for an exception that occurred there."""
         message = "".join(traceback.format_exception_only(error)).strip().partition("\n")[0]
         exit_status = RankError.exit_status
         if isinstance(error, Parallel3dError):
             message = str(error)
             exit_status = error.exit_status
-        elif isinstance(error, SystemExit) and isinstance(error.code, int):
+        else:
+            message += see_log(recipe.run_dir, rank)
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
             exit_status = error.code or exit_status  # An early exit is a failure, even with 0.
         return cls(
             rank=rank,
-            coordinates=str(parallel.coordinates(rank)),
+            coordinates=str(recipe.parallel.coordinates(rank)),
             message=message,
             exit_status=exit_status,
             traceback="".join(traceback.format_exception(error))[-_LONGEST_TRACEBACK:],
@@ -100,13 +104,17 @@ def root_cause(failures: Sequence[Failure]) -> Failure:
     return min(failures, key=lambda failure: (failure.secondary, not failure.died, failure.at))
 
 
-def print_error(message: str) -> None:
+def print_error(message: str, run_dir: str | None = None) -> None:
     """Prints `error: ...` to stderr, with further lines of the message indented. Shortens words
-    from 400 and lines from 1,900 characters on, because values from a file can be very long."""
+    from 400 and lines from 1,900 characters on, because values from a file can be very long. If the
+    run in `run_dir` has begun, the message is also added to its log.txt."""
     message = re.sub(r"(\S{80})\S{320,}", r"\1...", printable(message))
     message = re.sub(r"(.{1500}).{400,}", r"\1 ...", message)
+    text = "error: " + message.replace("\n", "\n       ")
     with suppress(OSError):  # A full disk must not change the exit status.
-        print("error: " + message.replace("\n", "\n       "), file=sys.stderr, flush=True)
+        print_to_terminal(text)
+    if has_begun(run_dir):
+        write_log(str(run_dir), text)
 
 
 class _Output:

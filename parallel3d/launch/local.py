@@ -39,6 +39,7 @@ from parallel3d.launch.failure import (
 )
 from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.launch.run_dir import RunOutcome
+from parallel3d.launch.run_log import see_log
 from parallel3d.launch.signals import (
     LAUNCHER_SIGNALS,
     SAVE_SIGNAL,
@@ -118,7 +119,7 @@ def launch_local(
                 )
                 process.start()
                 coordinates = str(recipe.parallel.coordinates(rank))
-                workers.append(_Worker(rank, coordinates, process, reports))
+                workers.append(_Worker(rank, coordinates, process, reports, recipe.run_dir))
                 sender.close()  # The worker has its own copy.
             relay.passes_on = True
             failures = _wait_for(workers, Path(folder))
@@ -126,11 +127,11 @@ def launch_local(
             # The forwarded signal killed a worker before it could save.
             if relay.passed_on and -relay.passed_on in ends:
                 raise _Stopped(relay.passed_on)
-            outcome = _report(failures, world_size, verbose)
+            outcome = _report(failures, recipe, verbose)
         except _Stopped as stop:
             (signum,) = stop.args
             reason = f"stopped by {signal.Signals(signum).name}"
-            print_error(reason)
+            print_error(reason, recipe.run_dir)
             outcome = RunOutcome(exit_status=128 + signum, reason=reason)
         finally:
             ignore_stop_signals()
@@ -154,6 +155,7 @@ class _Worker:
     coordinates: str
     process: ForkServerProcess
     reports: Connection
+    run_dir: str | None
     has_ended: bool = False
 
     def failure(self, message: str, *, secondary: bool = False) -> Failure:
@@ -161,7 +163,7 @@ class _Worker:
         return Failure(
             rank=self.rank,
             coordinates=self.coordinates,
-            message=message,
+            message=message + see_log(self.run_dir, self.rank),
             died=True,
             secondary=secondary,
         )
@@ -225,16 +227,16 @@ def _find_hanging(
     return workers[found[0]].failure(found[1]) if found else None
 
 
-def _report(failures: Sequence[Failure], world_size: int, verbose: bool) -> RunOutcome:
+def _report(failures: Sequence[Failure], recipe: Recipe, verbose: bool) -> RunOutcome:
     """Prints the failure that caused the others, if any. Returns the outcome of the run."""
     if not failures:
         return RunOutcome()
     cause = root_cause(failures)
     line = cause.line()
     alike = [each for each in failures if each.message == cause.message]
-    if cause.foreseen and len(alike) == world_size:
+    if cause.foreseen and len(alike) == recipe.parallel.world_size:
         line = cause.message  # All ranks report the same error.
-    print_error(line + cause.traceback_for_user(verbose=verbose))
+    print_error(line + cause.traceback_for_user(verbose=verbose), recipe.run_dir)
     return replace(RunOutcome.of(cause), reason=line.partition("\n")[0])
 
 
@@ -287,7 +289,7 @@ def _run_worker(
             getattr(import_module(module), name)(recipe, rendezvous, *arguments)
         reports.send(None)
     except BaseException as error:
-        failure = Failure.of(error, rendezvous.rank, recipe.parallel)
+        failure = Failure.of(error, rendezvous.rank, recipe)
         reports.send(failure)  # Report first, because ending process groups can block.
         end_process(failure.exit_status)
 

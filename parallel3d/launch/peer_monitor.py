@@ -26,6 +26,7 @@ from parallel3d.errors import RankError
 from parallel3d.launch.devices import Place
 from parallel3d.launch.failure import Failure, end_process, print_error
 from parallel3d.launch.run_dir import RunOutcome
+from parallel3d.launch.run_log import see_log
 from parallel3d.watch.hang_detector import LOST_S, STOPPED_S, HangDetector, process_state
 from parallel3d.watch.heartbeat import BEAT_S, HEARTBEAT, Beat
 
@@ -174,7 +175,7 @@ class PeerMonitor:
         if self._rank == self._neighbours[0]:
             why = f"has no answer from the store for {LOST_S:.0f} s: its host is cut off"
             failure = self._failure_of(self._rank, f"{why}, so its ranks end")
-            print_error(failure.line())
+            print_error(failure.line(), self._recipe.run_dir)
         end_process(RankError.exit_status)
 
     def _wait_for_readers(self, cause: Failure) -> None:
@@ -239,7 +240,7 @@ class PeerMonitor:
             rank=rank,
             host=self._places[rank].host,
             coordinates=str(self._recipe.parallel.coordinates(rank)),
-            message=message,
+            message=message + see_log(self._recipe.run_dir, rank),
             died=True,
         )
 
@@ -251,7 +252,7 @@ class PeerMonitor:
             with suppress(ProcessLookupError):
                 os.kill(self._places[cause.rank].pid, signal.SIGKILL)
         if cause.reporter == self._rank:
-            print_error(cause.line())
+            print_error(cause.line(), self._recipe.run_dir)
         if self._rank in (0, cause.reporter):
             RunOutcome.of(cause).write(self._recipe.run_dir)
         self._wait_for_readers(cause)

@@ -141,7 +141,7 @@ def process_group(recipe: Recipe, rendezvous: Rendezvous) -> Iterator[torch.devi
         if monitor is None:
             raise
         ignore_stop_signals()  # Launchers send stop signals when a peer ends.
-        raise monitor.report(Failure.of(error, rank, recipe.parallel)) from error
+        raise monitor.report(Failure.of(error, rank, recipe)) from error
     _leave(monitor)
 
 

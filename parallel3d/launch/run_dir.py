@@ -3,7 +3,6 @@ outcome of the run."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
@@ -17,6 +16,8 @@ from parallel3d.config.recipe import Recipe, SinkName
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError, PreemptedError, writing
 from parallel3d.launch.failure import Failure
+from parallel3d.launch.files import free_path, write_atomically
+from parallel3d.launch.run_record import now, update_start
 from parallel3d.launch.signals import STOP_SIGNALS
 
 # Glob pattern of checkpoint folders. Those of other frameworks do not match.
@@ -32,6 +33,10 @@ _RUN_FILES = (
     "nccl_flight_record_rank_*",
     "tensorboard/events.out.tfevents.*",
     *(f"{name}.id" for name in get_args(SinkName)),
+    "log.txt",
+    "log.txt.1",
+    "logs/rank_*",
+    "run.json*",
     "outcome.json",
     "config.yaml",
     "metrics.jsonl*",
@@ -41,12 +46,13 @@ _MARKS = {
     "config.yaml": b"\nlocal_sgd:",
     "metrics.jsonl": b'"tokens_per_s_per_device"',
     "outcome.json": b'"exit_status"',
+    "run.json": b'"parallel3d.run/1"',
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOutcome:
-    """Outcome of a run, written to `outcome.json`."""
+    """Outcome of a run, written to `outcome.json`, and to `run.json` if the run has begun."""
 
     exit_status: int = 0
     rank: int | None = None  # Rank that failed, or None.
@@ -70,7 +76,7 @@ class RunOutcome:
         )
 
     def write(self, run_dir: str | None) -> None:
-        """Writes `outcome.json` if `run_dir` is given. If this run ended before `begin_run`, keeps
+        """Writes the files if `run_dir` is given. If this run ended before `begin_run`, keeps
         the outcome of an earlier run. Ignores errors of the file system."""
         if run_dir is None:
             return
@@ -81,6 +87,13 @@ class RunOutcome:
         # Best effort: the run is over, and an error such as a full disk has already been reported.
         with suppress(OSError):
             write_atomically(path, json.dumps(outcome, indent=2) + "\n")
+            update_start(
+                run_dir,
+                end=now(),
+                status=self.status,
+                exit_status=self.exit_status,
+                reason=self.reason,
+            )
 
 
 def check_compiler() -> None:
@@ -149,8 +162,7 @@ def begin_run(recipe: Recipe) -> list[str]:
     with writing(run_dir):
         if recipe.checkpoint.resume == "none" and holds_run(run_dir):
             named = run_dir.resolve() if run_dir.name in ("", "..") else run_dir
-            free = (named.with_name(f"{named.name}.{number}") for number in itertools.count(1))
-            earlier = next(path for path in free if not path.exists())
+            earlier = free_path(named)
             _move_run(run_dir, earlier)
             notes.append(
                 f"moved an earlier run from {run_dir} to {earlier} (checkpoint.resume = none)"
@@ -171,13 +183,3 @@ def _move_run(run_dir: Path, earlier: Path) -> None:
         if path.parent != run_dir:
             with suppress(OSError):  # The folder may contain other files.
                 path.parent.rmdir()
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file such that readers never see incomplete content."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

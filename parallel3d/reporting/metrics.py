@@ -16,7 +16,7 @@ import torch
 from parallel3d.config.flops import PeakOf, attended_keys, training_flops_per_token
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.errors import writing
-from parallel3d.launch.run_dir import write_atomically
+from parallel3d.launch.files import write_atomically
 from parallel3d.reporting.sinks import Sinks
 from parallel3d.watch.step_clock import Cause
 

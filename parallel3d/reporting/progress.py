@@ -7,23 +7,30 @@ import shutil
 import sys
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from parallel3d.errors import printable
+from parallel3d.launch.run_log import write_log
 from parallel3d.reporting.metrics import StepMetrics
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+
+_LOG_COLUMNS = 1000
 
 
 class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
     """Shows the progress of a run of `steps` steps if `speaks`, which is True on one rank.
 
     On a terminal, a bar stays below the lines until the context ends. Print other text only after
-    that.
+    that. The lines also go to log.txt in `run_dir`.
     """
 
-    def __init__(self, steps: int = 0, done: int = 0, *, speaks: bool = False) -> None:
+    def __init__(
+        self, steps: int = 0, done: int = 0, run_dir: Path | None = None, *, speaks: bool = False
+    ) -> None:
+        self._run_dir = run_dir
         self._steps = steps
         self._speaks = speaks
         self._bar: Progress | None = None
@@ -43,8 +50,11 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
         self._task = self._bar.add_task("", total=steps, completed=done)
         self._bar.start()
 
-    def say(self, text: str) -> None:
-        """Prints a line. Without a bar, ignores errors such as a full disk or a closed pipe."""
+    def say(self, text: str, logged: str | None = None) -> None:
+        """Prints a line, and logs `logged` or the same line. Without a bar, ignores errors such as
+        a full disk or a closed pipe."""
+        if self._speaks and self._run_dir is not None:
+            write_log(self._run_dir, logged or text)
         if self._bar is not None:
             # Rich would otherwise color numbers, interpret brackets as markup, and wrap lines.
             self._bar.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)
@@ -58,8 +68,11 @@ class ProgressDisplay(AbstractContextManager["ProgressDisplay"]):
             self._bar.update(self._task, completed=step)
 
     def measured(self, metrics: StepMetrics) -> None:
+        """Prints the metrics as one line that fits into the terminal, and logs all of them."""
         if self._speaks:
-            self.say(describe(metrics, self._steps, shutil.get_terminal_size().columns))
+            columns = shutil.get_terminal_size().columns
+            full = describe(metrics, self._steps, _LOG_COLUMNS)
+            self.say(describe(metrics, self._steps, columns), full)
 
     def __exit__(self, *error: object) -> None:
         if self._bar is not None:

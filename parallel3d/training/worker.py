@@ -35,6 +35,7 @@ from parallel3d.errors import NotSavedInTimeError, printable, writing
 from parallel3d.launch.deterministic import deterministic
 from parallel3d.launch.rendezvous import Rendezvous, process_group, record_start
 from parallel3d.launch.run_dir import begin_run
+from parallel3d.launch.run_log import stderr_to_log
 from parallel3d.launch.signals import StopRequest, catch_stop_signals, signal_name
 from parallel3d.layers.fused_attention import device_of
 from parallel3d.mesh import build_mesh, dp_rank
@@ -46,6 +47,7 @@ from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunVi
 from parallel3d.training.generation import generate
 from parallel3d.training.local_sgd import outer_loop_of
 from parallel3d.training.loop import TrainingLoop
+from parallel3d.training.run_start import RecordSaves, record_run_start
 from parallel3d.training.state import load_model, of_rank_0, resume_from, start_from
 from parallel3d.training.trainer import Trainer
 from parallel3d.watch.heartbeat import phase
@@ -57,10 +59,12 @@ def run_worker(
     model_class: ModelClass,
     peak_of: PeakOf,
     callbacks: Sequence[Callback] = (),
+    command: Sequence[str] = (),
 ) -> None:
     """Trains a run as one of its workers. Collective.
 
-    Rank 0 prints for all ranks and writes `run_dir`, except checkpoint shards and profiles.
+    Rank 0 prints for all ranks and writes `run_dir`, except checkpoint shards, profiles and the
+    logs of other ranks.
 
     Args:
         recipe: Complete recipe with a `run_dir`.
@@ -68,6 +72,7 @@ def run_worker(
         model_class: Builds the model to train.
         peak_of: Returns the peak FLOP/s of a GPU by name and precision, for the MFU.
         callbacks: Callbacks of rank 0, in addition to those of the recipe.
+        command: Command line of the user, for `run.json`.
 
     Raises:
         Parallel3dError: The run failed or was stopped. See `process_group` for the cases in which
@@ -83,7 +88,7 @@ def run_worker(
         loaders = build_loaders(recipe, corpora, rendezvous.rank)
         watchers: list[Callback] = []
         if speaks:
-            watchers = [*callbacks, *(found() for found in callback_classes(recipe))]
+            watchers = [RecordSaves(), *callbacks, *(found() for found in callback_classes(recipe))]
             with writing(checkpoints):
                 take_back(checkpoints)
         dist.barrier()
@@ -106,10 +111,12 @@ def run_worker(
                     checkpoints.mkdir(exist_ok=True)
                 tidy(checkpoints)
             record_start()
+        notes.append(record_run_start(trainer, command, run_dir))
         seen = SinkRun(recipe, run_dir, trainer.step)
         text = None
         with (
-            ProgressDisplay(train.steps, trainer.step, speaks=speaks) as progress,
+            nullcontext() if speaks else stderr_to_log(run_dir, rendezvous.rank),
+            ProgressDisplay(train.steps, trainer.step, run_dir, speaks=speaks) as progress,
             Sinks(recipe.logging.sinks if speaks else (), seen, progress.say) as sinks,
         ):
             weights = block_weights_of(model_class, recipe.model)
