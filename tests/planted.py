@@ -119,6 +119,12 @@ def abort(model: nn.Module) -> None:
     os.abort()
 
 
+def speak_and_abort(model: nn.Module) -> None:
+    """Ends the process as a failed assertion in C does, with a message that Python does not see."""
+    os.write(2, b"library.c:7: assertion failed\n")
+    os.abort()
+
+
 def spoil_a_gradient(model: nn.Module) -> None:
     """Makes one element of the summed gradient of this step NaN on this rank."""
     measure = Engine.squared_norm

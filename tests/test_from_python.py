@@ -23,6 +23,13 @@ def test_a_recipe_is_trained(tmp_path: Path) -> None:
     assert run.folder == tmp_path / "run"
     assert run.metrics[-1]["step"] == 2
     assert f"loss={run.metrics[-1]['loss']}" in repr(run)
+    (start,) = json.loads((run.folder / "run.json").read_text())["starts"]
+    assert start["command"][:4] == [
+        "parallel3d-train",
+        "quickstart",
+        "parallel.pp=1",
+        "parallel.tp=1",
+    ]
 
 
 def test_a_wrong_recipe_is_a_config_error() -> None:

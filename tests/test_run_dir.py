@@ -123,13 +123,19 @@ def test_a_run_in_the_current_folder_works_twice_and_moves_its_own_files_alone(
     monkeypatch.chdir(project)
     assert train("run_dir=.") == 0
     assert not (tmp_path / "project.1").exists()  # another program's checkpoints are no earlier run
+    (project / "logs").mkdir()
+    for name in ("logs/rank_00001.log", "logs/rank_00001.log.1", "log.txt.1", "run.json.1"):
+        (project / name).write_text(f"an earlier {name}")
     first = files(project)
     assert train("run_dir=.", "train.seed=1") == 0
     earlier = files(tmp_path / "project.1")
     now = files(project)
     assert first == {**earlier, **foreign}
     assert now == now | foreign
-    assert set(now) == set(first)
+    assert {*now, "logs/rank_00001.log", "logs/rank_00001.log.1"} | {
+        "log.txt.1",
+        "run.json.1",
+    } == {*first}
     assert Path.cwd() == project
     assert b"seed: 1" in now["config.yaml"]
 
@@ -141,6 +147,7 @@ def test_a_run_in_the_current_folder_works_twice_and_moves_its_own_files_alone(
         ("config.yaml", to_yaml(RECIPE)),
         ("metrics.jsonl", '{"accuracy": 0.5}\n'),
         ("outcome.json", '{"mine": true}'),
+        ("run.json", '{"mine": true}'),
     ],
 )
 def test_a_file_that_no_run_has_written_is_not_overwritten(

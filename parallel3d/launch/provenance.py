@@ -39,9 +39,7 @@ def own_versions() -> dict[str, Any]:
     """Returns the versions of Python, the NVIDIA driver and parallel3d, with the git commit if it
     is imported from a checkout. Unknown ones are None."""
     checkout = Path(__file__).parents[2]
-    commit = driver = is_dirty = None
-    with suppress(OSError):
-        driver = Path("/sys/module/nvidia/version").read_text().strip()
+    commit = is_dirty = None
     if (checkout / ".git").exists():
         git = ["git", "--no-optional-locks", "-C", str(checkout)]
         describe = ["describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
@@ -61,8 +59,15 @@ def own_versions() -> dict[str, Any]:
         "commit": commit,
         "dirty": is_dirty,
         "python": platform.python_version(),
-        "driver": driver,
+        "driver": driver_version(),
     }
+
+
+def driver_version() -> str | None:
+    """Returns the version of the NVIDIA driver of this host, or None."""
+    with suppress(OSError):
+        return Path("/sys/module/nvidia/version").read_text().strip()
+    return None
 
 
 def environment() -> dict[str, str]:

@@ -8,7 +8,7 @@ import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,13 +19,12 @@ from parallel3d.config.recipe import Recipe
 from parallel3d.data.corpus import check_data
 from parallel3d.errors import ConfigError, DataError
 from parallel3d.launch.free_memory import free_memory
+from parallel3d.launch.provenance import driver_version
 from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.model.training import master_bytes, optimizer_memory, unmodeled_settings
 from parallel3d.recipes.host_memory_check import question_of
-
-_DRIVER = Path("/sys/module/nvidia/version")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +91,7 @@ def rank_facts(rank: int, device: torch.device) -> RankFacts:
         free_bytes = torch.cuda.mem_get_info(device)[0]
         versions["cuda"] = torch.version.cuda or torch.version.hip or ""
         versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-        with suppress(OSError):
-            versions["driver"] = _DRIVER.read_text().strip()
+        versions["driver"] = driver_version() or ""
     return RankFacts(
         rank=rank, host=socket.gethostname(), device=name, versions=versions, free_bytes=free_bytes
     )
