@@ -77,6 +77,8 @@ def test_a_wheel_holds_every_module_recipe_and_card_once(wheel: list[str]) -> No
             "**/*.py",
             "**/*.pyi",
             "**/*.css",
+            "**/*.js",
+            "**/uplot/LICENSE",
             "**/*.yaml",
             "**/*.json",
             "**/*.toml",
