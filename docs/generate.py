@@ -38,6 +38,7 @@ COMMANDS = {  # module of each command
     "parallel3d-data": "tools.data",
     "parallel3d-checkpoint": "tools.checkpoint",
     "parallel3d-launch": "tools.launch",
+    "parallel3d-report": "tools.report",
     "parallel3d-check-layout": "tools.check_layout",
 }
 

@@ -70,10 +70,11 @@ class Job:
 def work(recipe: Recipe, rendezvous: Rendezvous, command: Sequence[str] = ()) -> None:
     """Runs one rank of a training run that the user started with `command`."""
     # Imports torch, so errors in a recipe are reported before.
+    from parallel3d.tools.report.update import ReportWriter
     from parallel3d.training.worker import run_worker
 
     model = model_class(recipe.model.architecture)
-    run_worker(recipe, rendezvous, model, peak_flops, command=command)
+    run_worker(recipe, rendezvous, model, peak_flops, [ReportWriter()], command=command)
     if rendezvous.rank == 0 and (advice := plan_with(recipe)):
         said = f"to plan with the speed that this run measured: {advice}"
         print(printable(said), file=sys.stderr, flush=True)

@@ -45,6 +45,7 @@ _MOST_LOCAL_WORKERS = 256
 # Modules imported once, in the fork server of the local workers. Eager code also needs parts of the
 # compiler, whose import would otherwise take half a second in every worker.
 _PRELOAD = ("torch", "torch._dynamo", "parallel3d.training.worker", "parallel3d.models.llama")
+_RESUME = "checkpoint.resume="
 _USAGE = """\
 %(prog)s [options] RECIPE [key=value ...]
        %(prog)s {range-test,evaluate,generate,replay} ...
@@ -209,15 +210,13 @@ def _launch(options: argparse.Namespace) -> int:
             preload=_PRELOAD,
             verbose=options.verbose,
         )
-    if (
-        status in (PreemptedError.exit_status, CtrlCError.exit_status)
-        and recipe.checkpoint.every is not None
-    ):
-        kept = [each for each in options.command_line if not each.startswith("checkpoint.resume=")]
-        print(
-            f"resume with: {shlex.join(['parallel3d-train', *kept, 'checkpoint.resume=auto'])}",
-            file=sys.stderr,
-        )
+        if (
+            status in (PreemptedError.exit_status, CtrlCError.exit_status)
+            and recipe.checkpoint.every is not None
+        ):
+            kept = [word for word in options.command_line if not word.startswith(_RESUME)]
+            command = shlex.join(["parallel3d-train", *kept, f"{_RESUME}auto"])
+            print(f"resume with: {command}", file=sys.stderr)
     return status
 
 
@@ -358,11 +357,15 @@ def _check(job: Job, local_ranks: int) -> list[str]:
 
 @contextmanager
 def _folder_of(job: Job, notes: Sequence[str]) -> Iterator[None]:
-    """Context manager that locks the run folder, if a training job has one, and prints warnings."""
+    """Context manager that locks the run folder, if a training job has one, prints warnings, and
+    writes the report at the end."""
     if not job.trains or job.recipe.run_dir is None:
         yield
         return
-    with locked(job.recipe.run_dir, is_restart=job.is_restart) as notice:
+    from parallel3d.tools.report.update import reporting  # imports the planner
+
+    folder = Path(job.recipe.run_dir)
+    with locked(folder, is_restart=job.is_restart) as notice, reporting(folder):
         for line in filter(None, (*notes, notice)):
             print(f"warning: {printable(line)}", file=sys.stderr, flush=True)
         yield

@@ -63,6 +63,7 @@ _SHIMS = {
     "parallel3d-data": "parallel3d.tools.data",
     "parallel3d-launch": "parallel3d.tools.launch",
     "parallel3d-plan": "parallel3d.tools.plan",
+    "parallel3d-report": "parallel3d.tools.report",
     "torchrun": "torch.distributed.run",
 }
 

@@ -14,6 +14,7 @@ ROOT = Path(parallel3d.__file__).parent
 WITHOUT_TORCH = (
     *("errors", "schedules", "config", "watch", "launch", "planner"),
     "tools/check_layout/command",
+    "tools/report",
 )
 PRIVATE_TORCH = re.compile(
     r"^\s*from torch\S* import .*\b_\w|(?<![\w\"])torch(\.\w+)*\._[a-z]", re.MULTILINE

@@ -29,6 +29,7 @@ _RUN_FILES = (
     f"export/{STEP_FOLDERS}",
     "profile/rank_*",
     "timeline_step_*.json",
+    "report.html",
     "range_test.json",
     "nccl_flight_record_rank_*",
     "tensorboard/events.out.tfevents.*",

@@ -62,6 +62,16 @@ def locked(run_dir: str | Path, *, is_restart: bool = False) -> Iterator[str]:
         os.close(fd)
 
 
+def is_locked(run_dir: Path) -> bool:
+    """Returns True if a run on this host or file system holds the lock of a folder."""
+    with suppress(OSError), (run_dir / LOCK_FILE).open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def _try_to_lock(path: Path) -> int | None:
     """Returns the descriptor of the locked file, or None if another process holds the lock. Does
     not lock on file systems without locks."""

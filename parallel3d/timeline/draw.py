@@ -25,7 +25,7 @@ _COLORS = {
 _IDLE = "."
 _NARROWEST = 20  # Minimum number of columns for the bars.
 _ROW, _BAR, _LEFT, _TITLE, _CHARACTER = 24, 20, 64, 28, 6.2  # Pixels.
-_STYLE = """\
+SVG_STYLE = """\
 text { font: 10px ui-monospace, monospace; fill: #1a1a1a } .t { font-size: 13px }
 .idle { fill: #ececec } .bar text { fill: #101010; text-anchor: middle }
 @media (prefers-color-scheme: dark) { svg > text { fill: #e8e8e8 } .idle { fill: #333333 } }
@@ -71,13 +71,14 @@ def draw_text(timeline: Timeline, *, width: int = 120) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw_svg(timeline: Timeline, *, width: int = 1200) -> str:
+def draw_svg(timeline: Timeline, *, width: int = 1200, longest_s: float | None = None) -> str:
     """Draws a timeline as a self-contained SVG of `width` pixels, with light and dark colors.
 
-    Each bar has its times as a tooltip, and its name if it fits.
+    Each bar has its times as a tooltip, and its name if it fits. To draw several timelines on one
+    scale, give the longest makespan of them as `longest_s`.
     """
     room = width - _LEFT - 8
-    scale = room / (timeline.makespan_s or 1.0)  # pixels per second
+    scale = room / (longest_s or timeline.makespan_s or 1.0)  # pixels per second
     title = escape(_headline(timeline))
     second = _second_stages(timeline)
     parts = [f'<text class="t" x="4" y="18">{title}</text>']
@@ -111,7 +112,7 @@ def draw_svg(timeline: Timeline, *, width: int = 1200) -> str:
         x += 40 + round(_CHARACTER * (len(_WORDS[kind]) + 2))
     size = f'width="{width}" height="{bottom + 24}" viewBox="0 0 {width} {bottom + 24}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img"><title>{title}</title>'
-    return "\n".join([head, f"<style>{_STYLE}</style>", *parts, "</svg>\n"])
+    return "\n".join([head, f"<style>{SVG_STYLE}</style>", *parts, "</svg>\n"])
 
 
 def draw_trace(*timelines: Timeline) -> str:

@@ -101,6 +101,18 @@ const look = (() => {
       ctx.restore();
     }
 
+    // Fits y to the visible rows, except the ignored ones: a point above the range leaves the chart at its top.
+    function range(plot, low, high) {
+      let [least, most] = [Infinity, -Infinity];
+      const [from, to] = plot.series[0].idxs || [0, -1];
+      for (const column of plot.data.slice(1)) for (let row = from; row <= to; row++) {
+        if (column[row] == null || (spec.ignored && spec.ignored.has(plot.data[0][row]))) continue;
+        least = Math.min(least, column[row]); most = Math.max(most, column[row]);
+      }
+      if (least > most) [least, most] = [low ?? 0, high ?? 1];
+      return uPlot.rangeNum(spec.stacked ? 0 : least, most, 0.1, true);
+    }
+
     function draw() {
       const old = self.plot;
       const zoomed = self.zoomed;
@@ -111,9 +123,9 @@ const look = (() => {
         width: Math.max(view.clientWidth, 200),
         height: spec.height || 220,
         legend: { show: false },
-        scales: { x: { time: false, range: spec.xRange }, y: { distr: spec.log ? 3 : 1, range: spec.range } },
+        scales: { x: { time: false, range: spec.xRange }, y: { distr: spec.log ? 3 : 1, range: spec.ignored || spec.stacked ? range : spec.range } },
         axes: [{ ...axis, size: 34, values: (plot, ticks) => ticks.map(tick => show(tick, spec.xUnit)) },
-          { ...axis, size: 60, values: (plot, ticks) => ticks.map(tick => tick == null ? "" : show(tick, spec.unit)) }],
+          { ...axis, size: 68, incrs: spec.unit === "bytes" ? Array.from({ length: 50 }, (_, power) => 2 ** power) : undefined, values: (plot, ticks) => ticks.map(tick => tick == null ? "" : show(tick, spec.unit)) }],
         series: [{}, ...spec.series.map((series, index) => ({
           show: shown[index] || spec.stacked,
           stroke: spec.points ? "transparent" : color(series.color),

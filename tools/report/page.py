@@ -30,7 +30,11 @@ class Number(NamedTuple):
 
 
 def table(
-    caption: str, head: Sequence[str], rows: Iterable[Sequence[str | Number]], *, filters: bool
+    caption: str,
+    head: Sequence[str],
+    rows: Iterable[Sequence[str | Number]],
+    *,
+    filters: bool = False,
 ) -> str:
     """Returns a table that look.js makes sortable, and with `filters` also searchable.
 
