@@ -59,7 +59,8 @@ const look = (() => {
     const shared = spec.series.every(series => series.x === spec.series[0].x);
     const joined = shared ? [spec.series[0].x, ...spec.series.map(series => series.y)]
       : uPlot.join(spec.series.map(series => [series.x, series.y]));
-    const self = { plot: null, draw, group: spec.group, full: null };
+    const [first, last] = [joined[0][0], joined[0].at(-1)];
+    const self = { plot: null, draw, group: spec.group, zoomed: null, full: spec.xRange || (first < last ? [first, last] : [first - 1, first + 1]) };
 
     function table() { // A hidden series does not count in a stack.
       if (!spec.stacked) return joined;
@@ -114,20 +115,18 @@ const look = (() => {
     }
 
     function draw() {
-      const old = self.plot;
-      const zoomed = self.zoomed;
-      if (old) old.destroy();
+      if (self.plot) self.plot.destroy();
       const axis = { stroke: color("faint"), grid: { stroke: color("grid"), width: 1 }, ticks: { stroke: color("grid"), width: 1 }, font: "12px system-ui, sans-serif" };
       const filled = column => spec.stacked && column > 0;
       self.plot = new uPlot({
         width: Math.max(view.clientWidth, 200),
         height: spec.height || 220,
         legend: { show: false },
-        scales: { x: { time: false, range: spec.xRange }, y: { distr: spec.log ? 3 : 1, range: spec.ignored || spec.stacked ? range : spec.range } },
+        scales: { x: { time: false, range: () => self.zoomed || self.full }, y: { distr: spec.log ? 3 : 1, range: spec.ignored || spec.stacked ? range : spec.range } },
         axes: [{ ...axis, size: 34, values: (plot, ticks) => ticks.map(tick => show(tick, spec.xUnit)) },
           { ...axis, size: 68, incrs: spec.unit === "bytes" ? Array.from({ length: 50 }, (_, power) => 2 ** power) : undefined, values: (plot, ticks) => ticks.map(tick => tick == null ? "" : show(tick, spec.unit)) }],
         series: [{}, ...spec.series.map((series, index) => ({
-          show: shown[index] || spec.stacked,
+          show: shown[index] || !!spec.stacked,
           stroke: spec.points ? "transparent" : color(series.color),
           width: spec.stacked ? 0.5 : 1.5,
           fill: spec.stacked ? color(series.color) : undefined,
@@ -137,7 +136,7 @@ const look = (() => {
           paths: spec.points ? () => null : undefined,
         }))],
         bands: spec.stacked ? spec.series.slice(1).map((_, index) => ({ series: [index + 2, index + 1] })) : [],
-        cursor: { y: false, sync: spec.group ? { key: spec.group, scales: ["x", null] } : undefined,
+        cursor: { y: false, bind: { dblclick: () => null }, sync: spec.group ? { key: spec.group, scales: ["x", null] } : undefined,
           drag: { x: true, y: false, setScale: false }, points: { show: !spec.stacked }, focus: { prox: 24 } },
         hooks: {
           setCursor: [plot => { read(plot); if (spec.onCursor) spec.onCursor(plot); }],
@@ -148,9 +147,6 @@ const look = (() => {
           draw: [marks],
         },
       }, table(), view);
-      const scale = self.plot.scales.x;
-      self.full = self.full || [scale.min, scale.max];
-      if (zoomed) self.plot.setScale("x", { min: zoomed[0], max: zoomed[1] });
       read(self.plot);
     }
 

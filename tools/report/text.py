@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from parallel3d.config.yaml_text import shown
+from parallel3d.errors import printable
 from parallel3d.tools.report.charts import EVALUATED, Tree
 from parallel3d.tools.report.metrics import CAUSES, COUNTS
 from parallel3d.tools.report.run import counted
@@ -87,7 +88,8 @@ def lines(tree: Tree) -> Iterator[str]:
     """Yields the report in 80 columns."""
     for run in tree["runs"]:
         for line in _run_lines(run):
-            yield from textwrap.wrap(line, 80, subsequent_indent="  ", break_on_hyphens=False)
+            whole = printable(line)
+            yield from textwrap.wrap(whole, 80, subsequent_indent="  ", break_on_hyphens=False)
         yield ""
     for key, values in tree["differences"].items():
         yield from textwrap.wrap(f"{key}: {' | '.join(values)}", 80, subsequent_indent="  ")

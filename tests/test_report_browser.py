@@ -1,0 +1,138 @@
+"""Reports of runs in a headless browser: charts, mouse, keyboard, narrow screens, both themes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel3d.tools.report.command import main
+from tests.browser import NARROW, Page, browser
+from tests.report_runs import EVIL, line, resumed_run, write_run
+
+__all__ = ["browser"]  # A fixture.
+
+_LIMITS = "look.charts.map(chart => [chart.plot.scales.x.min, chart.plot.scales.x.max])"
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("report")
+    assert main([str(resumed_run(folder / "run")), "--gpu", "h100"]) == 0
+    return folder / "run" / "report.html"
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("both")
+    second = write_run(folder / f"{EVIL[0].replace('/', '|')}{EVIL[1]}", [line(1), line(30)])
+    assert main([str(resumed_run(folder / "a")), str(second), "-o", str(folder / "x.html")]) == 0
+    return folder / "x.html"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("viewport", [NARROW, {"width": 1200, "height": 900}], ids=["390", "1200"])
+@pytest.mark.parametrize("name", ["report", "both"])
+def test_every_chart_is_drawn_and_nothing_is_wrong(
+    browser: Any, request: pytest.FixtureRequest, name: str, viewport: Any, scheme: Any
+) -> None:
+    file = request.getfixturevalue(name)
+    page = Page(browser, file, viewport=viewport, color_scheme=scheme)
+    assert page.js("look.charts.length") == (9 if name == "report" else 12)
+    assert page.charts_are_drawn()
+    page.page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert page.widest() <= viewport["width"]
+    assert page.axe() == []
+    assert page.problems == []
+    brightness = page.js(
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)"
+    )
+    assert (sum(brightness) < 200) == (scheme == "dark")
+
+
+def test_hover_and_arrow_keys_show_the_values_of_a_step(browser: Any, report: Path) -> None:
+    page = Page(browser, report)
+    first = page.page.locator("figure", has_text="Loss").first
+    box = first.locator(".u-over").bounding_box()
+    page.page.mouse.move(box["x"] + 2, box["y"] + 40)
+    assert "step 1" in first.locator(".legend").inner_text()
+    assert "5.669" in first.locator(".legend").inner_text()
+    page.page.mouse.move(0, 0)
+    first.locator(".chart").focus()
+    page.page.keyboard.press("ArrowRight")
+    page.page.keyboard.press("ArrowRight")
+    assert "step 2" in first.locator(".legend").inner_text()
+
+
+def test_mouse_and_keyboard_zoom_all_charts_and_reset_them(browser: Any, report: Path) -> None:
+    page = Page(browser, report)
+    full = page.js(_LIMITS)
+    box = page.page.locator(".u-over").first.bounding_box()
+    y = box["y"] + 50
+    page.page.mouse.move(box["x"] + 0.25 * box["width"], y)
+    page.page.mouse.down()
+    page.page.mouse.move(box["x"] + 0.5 * box["width"], y, steps=4)
+    page.page.mouse.up()
+    zoomed = page.js(_LIMITS)
+    assert all(20 < low < 26 and 43 < high < 48 for low, high in zoomed)
+    page.page.mouse.dblclick(box["x"] + 50, y)
+    assert page.js(_LIMITS) == full
+    page.page.mouse.move(0, 0)
+    page.page.locator(".chart").nth(1).focus()
+    page.page.keyboard.press("+")
+    assert page.js(_LIMITS) != full
+    page.page.keyboard.press("0")
+    assert page.js(_LIMITS) == full
+
+
+def test_a_series_and_a_kind_of_mark_can_be_hidden(browser: Any, report: Path) -> None:
+    page = Page(browser, report)
+    before = page.js("look.charts[0].plot.ctx.canvas.toDataURL()")
+    page.page.locator(".legend button").first.press("Enter")
+    assert page.js("look.charts[0].plot.series[1].show") is False
+    page.page.locator(".legend button").first.press("Enter")
+    page.page.mouse.move(0, 0)
+    page.page.get_by_label("skipped steps").uncheck()
+    page.js("new Promise(done => setTimeout(done, 100))")
+    assert page.js("look.charts[0].plot.ctx.canvas.toDataURL()") != before
+
+
+def test_the_table_of_events_sorts_and_filters_by_mouse_and_keyboard(
+    browser: Any, report: Path
+) -> None:
+    page = Page(browser, report)
+    page.page.get_by_text("run: events").first.click()
+    rows = page.page.locator("details[open] tbody tr:visible")
+    assert rows.count() == 8
+    page.page.get_by_role("button", name="step", exact=True).click()
+    page.page.get_by_role("button", name="step", exact=True).press("Enter")
+    assert rows.first.inner_text().startswith("81")
+    page.page.get_by_label("Filter").first.press_sequentially("skipped 72")
+    assert rows.count() == 1
+    assert "1 of 8" in page.page.get_by_role("status").first.inner_text()
+
+
+def test_another_cause_can_be_chosen_for_the_spread(browser: Any, report: Path) -> None:
+    page = Page(browser, report)
+    page.page.locator("select").select_option("data")
+    assert page.js("look.charts.length") == 9
+    spread = page.page.locator("figure", has_text="Spread over ranks")
+    assert "5.992 ms" in spread.locator(".legend").inner_text()
+    assert page.problems == []
+
+
+def test_a_spike_of_one_step_is_visible_at_every_width(browser: Any, tmp_path: Path) -> None:
+    lines = [line(step, loss=40.0 if step == 3_333 else 2.0) for step in range(1, 9_000)]
+    assert main([str(write_run(tmp_path / "run", lines))]) == 0
+    for width in (390, 700, 1200):
+        size = {"width": width, "height": 800}
+        page = Page(browser, tmp_path / "run" / "report.html", viewport=size)
+        assert page.js("look.charts[0].plot.scales.y.max") > 40
+        column = "Math.round(look.charts[0].plot.valToPos(3333, 'x', true))"
+        top = "Math.round(look.charts[0].plot.valToPos(30, 'y', true))"
+        pixels = page.js(
+            f"[...look.charts[0].plot.ctx.getImageData({column} - 2, {top}, 5, 1).data]"
+        )
+        blue = [pixels[at + 2] - pixels[at] for at in range(0, 20, 4) if pixels[at + 3]]
+        assert max(blue, default=0) > 50  # The line is blue, and the grid is gray.
