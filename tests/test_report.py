@@ -199,7 +199,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Said) -> None:
     own = tmp_path / "own.html"
     own.write_text("<p>mine")
     for words, said in (
-        ((tmp_path / "no",), "no: has no metrics.jsonl; give a run_dir, such as runs/quickstart"),
+        ((tmp_path / "no",), "cannot be read (No such file or directory); give the folder"),
         ((empty,), "metrics.jsonl: has no metrics; give a run that has completed a step"),
         ((run, "-o", own), "own.html: exists already and is not a report; try another path"),
         ((run, "-o", tmp_path), "is a folder; try"),

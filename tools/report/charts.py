@@ -9,7 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from parallel3d.tools.report.metrics import CAUSES, COUNTS, Metrics, Numbers, extremes, short
+from parallel3d.reporting.read_metrics import (
+    CAUSES,
+    COUNTS,
+    Metrics,
+    Numbers,
+    extremes,
+    short,
+)
 
 Tree = dict[str, Any]
 
@@ -20,13 +27,38 @@ _CURVES = {
     "grad_norm": ("grad_norm",),
     "tokens_per_s": ("tokens_per_s",),
     "mfu": ("mfu",),
-    "peak_memory": ("peak_memory_bytes", "peak_reserved_bytes"),
-    "experts": ("fullest_expert", "fullest_rank", "idle_experts"),
+    "peak_memory": (
+        "peak_memory_bytes",
+        "peak_reserved_bytes",
+    ),
+    "experts": (
+        "fullest_expert",
+        "fullest_rank",
+        "idle_experts",
+    ),
     "time_s": CAUSES,
 }
-_MEMORY_KINDS = ("parameters", "gradients", "optimizer", "buffers", "activations")
-_MEDIANS = ("step_time_s", "tokens_per_s", "tokens_per_s_per_device", "mfu")
-_LAST = ("step", "loss", "lr", "grad_norm", "tokens", *COUNTS)
+_MEMORY_KINDS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "buffers",
+    "activations",
+)
+_MEDIANS = (
+    "step_time_s",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "mfu",
+)
+_LAST = (
+    "step",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    *COUNTS,
+)
 _BUCKETS = 1500
 _FEW_BUCKETS = 400  # For many columns, and for details.
 

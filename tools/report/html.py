@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from html import escape
 from pathlib import Path
 
@@ -11,9 +10,18 @@ from parallel3d.timeline.draw import SVG_STYLE, draw_svg
 from parallel3d.timeline.trace import slowest_and_simulated
 from parallel3d.tools.report.charts import Tree
 from parallel3d.tools.report.page import Number, page, table
-from parallel3d.tools.report.text import Figure, figures, problems, quantity
+from parallel3d.tools.report.text import (
+    Figure,
+    figures,
+    problems,
+    quantity,
+)
 
-_COLORS = {"done": "good", "failed": "bad"}
+_PAIR = ("key", "value")
+_COLORS = {
+    "done": "good",
+    "failed": "bad",
+}
 
 
 def report_page(tree: Tree) -> str:
@@ -39,7 +47,7 @@ def _body(tree: Tree) -> Iterator[str]:
         rows = [_compared(figure)[:columns] for figure in figures(run)]
         head = ["figure", "measured", "predicted", "error"][:columns]
         note = f'<p class="faint">{escape(run["note"])}</p>'
-        yield _card(table(f"{run['name']}", head, rows) + note)
+        yield _card(table(run["name"], head, rows) + note)
     for run in runs:
         yield from _pipeline(run)
     yield "<h2>Events and provenance</h2>"
@@ -47,12 +55,9 @@ def _body(tree: Tree) -> Iterator[str]:
         events = [(Number(each["step"], str(each["step"])), each["text"]) for each in run["events"]]
         yield _details(f"{run['name']}: events", ["step", "event"], events)
         for start in run["starts"]:
-            facts = [*start["facts"].items()]
-            yield _details(f"{run['name']}: start at step {start['step']}", _PAIR, facts)
+            title = f"{run['name']}: start at step {start['step']}"
+            yield _details(title, _PAIR, [*start["facts"].items()])
         yield _details(f"{run['name']}: recipe", _PAIR, [*run["recipe"].items()])
-
-
-_PAIR = ["key", "value"]
 
 
 def _header(run: Tree) -> Iterator[str]:
@@ -94,13 +99,11 @@ def _pipeline(run: Tree) -> Iterator[str]:
     """Yields the timeline of the slowest pipeline and its simulation, on one time scale."""
     if run["timelines"] is None:
         return
-    with suppress(OSError, ValueError):
-        both = slowest_and_simulated(Path(run["timelines"]["file"]))
-        longest_s = max(timeline.makespan_s for timeline in both)
-        yield f"<h2>Pipeline of {escape(run['name'])}</h2>"
-        for kind, timeline in zip(("Slowest, measured", "Simulated"), both, strict=True):
-            drawn = draw_svg(timeline, longest_s=longest_s)
-            drawn = drawn.replace(f"<style>{SVG_STYLE}</style>", "")  # The page has the style.
-            bubble = f"{quantity(timeline.makespan_s, 's')}, bubble {timeline.bubble_fraction:.1%}"
-            caption = f"<figcaption>{kind}: {bubble}</figcaption>"
-            yield f'<figure class="stack">{caption}{drawn}</figure>'
+    both = slowest_and_simulated(Path(run["timelines"]["file"]))
+    longest_s = max(timeline.makespan_s for timeline in both)
+    yield f"<h2>Pipeline of {escape(run['name'])}</h2>"
+    for kind, timeline in zip(("Slowest, measured", "Simulated"), both, strict=True):
+        drawn = draw_svg(timeline, longest_s=longest_s)
+        drawn = drawn.replace(f"<style>{SVG_STYLE}</style>", "")  # The page has the style.
+        bubble = f"{quantity(timeline.makespan_s, 's')}, bubble {timeline.bubble_fraction:.1%}"
+        yield f'<figure class="stack"><figcaption>{kind}: {bubble}</figcaption>{drawn}</figure>'

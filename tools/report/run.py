@@ -17,11 +17,11 @@ import numpy as np
 
 from parallel3d.checkpoint.store import list_checkpoints, step_of
 from parallel3d.config.yaml_text import read_settings, shown
-from parallel3d.errors import ConfigError, DataError
+from parallel3d.errors import ConfigError
 from parallel3d.launch.run_lock import is_locked
+from parallel3d.reporting.read_metrics import COUNTS, Metrics, read_metrics, short
 from parallel3d.timeline.trace import slowest_and_simulated
 from parallel3d.tools.report.charts import Tree, curves, numbers
-from parallel3d.tools.report.metrics import COUNTS, Metrics, read_metrics, short
 
 _MOST_EVENTS = 500  # Newest events of each kind.
 _MOST_KEYS = 6  # Changed keys that an event names.
@@ -29,21 +29,14 @@ _NOT_COMPARED = ("run_dir", "checkpoint.resume")
 
 
 def read_run(folder: Path) -> Tree:
-    """Returns the tree of a run.
-
-    Raises:
-        ConfigError: The folder is not that of a run with metrics.
-        DataError: The metrics cannot be read.
-    """
+    """Returns the tree of a run. Raises ConfigError if it has no metrics that can be read."""
     path = folder / "metrics.jsonl"
-    if not path.is_file():
-        raise ConfigError(
-            f"{folder}: has no metrics.jsonl; give a run_dir, such as runs/quickstart"
-        )
     try:
         metrics = read_metrics(path)
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        why = f"{path} cannot be read ({error.strerror})"
+        rule = "give the folder of a run, such as runs/quickstart"
+        raise ConfigError(f"{folder}: {why}; {rule}") from error
     if not len(metrics.offsets):
         raise ConfigError(f"{path}: has no metrics; give a run that has completed a step")
     starts: list[Tree] = []
@@ -99,7 +92,13 @@ def _start(said: Tree) -> Tree:
     saved = [int(step) for step in said.pop("saved")]
     step = int(said["step"])
     facts = {"command": shlex.join(command), **_flat(said)}
-    return {"step": step, "command": command, "saved": saved, "recipe": recipe, "facts": facts}
+    return {
+        "step": step,
+        "command": command,
+        "saved": saved,
+        "recipe": recipe,
+        "facts": facts,
+    }
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -126,18 +125,22 @@ def _events(metrics: Metrics, starts: Sequence[Tree], kept: Sequence[int]) -> It
         parts = [f"{key} {' → '.join(changed[key])}" for key in keys[:_MOST_KEYS]]
         end = before["facts"]["status"].replace("null", "killed")
         text = "; ".join([f"resumed from step {start['step']}, before: {end}", *parts])
-        yield {"step": start["step"], "kind": "resume", "text": text}
+        yield _event(start["step"], "resume", text)
     steps = [0, *metrics.columns["step"].astype(int).tolist()]
     for kind in COUNTS:
         more = np.diff(metrics.columns[kind], prepend=0.0)
         for line in np.flatnonzero(more > 0)[-_MOST_EVENTS:].tolist():
             first, last = steps[line] + 1, steps[line + 1]
             where = f"step {last}" if first == last else f"steps {first} to {last}"
-            yield {"step": last, "kind": kind, "text": f"{counted(more[line], kind)} in {where}"}
+            yield _event(last, kind, f"{counted(more[line], kind)} in {where}")
     saved = {step for start in starts for step in start["saved"]}
     for step in sorted(saved.union(kept))[-_MOST_EVENTS:]:
         text = f"checkpoint, {'kept' if step in kept else 'since deleted'}"
-        yield {"step": step, "kind": "checkpoint", "text": text}
+        yield _event(step, "checkpoint", text)
+
+
+def _event(step: int, kind: str, text: str) -> Tree:
+    return {"step": step, "kind": kind, "text": text}
 
 
 def counted(number: float, kind: str) -> str:
@@ -152,5 +155,9 @@ def _timelines(folder: Path) -> Tree | None:
             both = slowest_and_simulated(path)
             makespans = short([timeline.makespan_s for timeline in both])
             bubbles = short([timeline.bubble_fraction for timeline in both])
-            return {"file": str(path), "makespan_s": makespans, "bubble_fraction": bubbles}
+            return {
+                "file": str(path),
+                "makespan_s": makespans,
+                "bubble_fraction": bubbles,
+            }
     return None

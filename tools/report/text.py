@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import printable
+from parallel3d.reporting.read_metrics import CAUSES, COUNTS
 from parallel3d.tools.report.charts import EVALUATED, Tree
-from parallel3d.tools.report.metrics import CAUSES, COUNTS
 from parallel3d.tools.report.run import counted
 
 _UNICODE, _ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"

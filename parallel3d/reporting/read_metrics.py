@@ -21,14 +21,36 @@ Numbers = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 CAUSES = (
-    *("compute", "recompute", "tp", "cp", "ep", "pp_bubble", "pp_p2p", "dp", "optimizer", "data"),
-    *("checkpoint", "other"),
+    "compute",
+    "recompute",
+    "tp",
+    "cp",
+    "ep",
+    "pp_bubble",
+    "pp_p2p",
+    "dp",
+    "optimizer",
+    "data",
+    "checkpoint",
+    "other",
 )
 COUNTS = ("skipped_steps", "spikes", "rollbacks")
 _NUMBERS = (
-    *("step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "tokens_per_s"),
-    *("tokens_per_s_per_device", "mfu", "peak_memory_bytes", "peak_reserved_bytes"),
-    *("fullest_expert", "fullest_rank", "idle_experts", *COUNTS),
+    "step",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "step_time_s",
+    "tokens_per_s",
+    "tokens_per_s_per_device",
+    "mfu",
+    "peak_memory_bytes",
+    "peak_reserved_bytes",
+    "fullest_expert",
+    "fullest_rank",
+    "idle_experts",
+    *COUNTS,
 )
 _DETAILS = (b'"time_spread_s": {', b'"memory_bytes": {')
 _LARGEST_STEP = 1 << 53
