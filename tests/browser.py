@@ -38,10 +38,11 @@ class Page:
     def __init__(self, browser: Any, file: Path, **options: Any) -> None:
         self.page = browser.new_page(**{"viewport": WIDE, **options})
         self.problems: list[str] = []
-        self.page.on("console", lambda message: self.problems.append(message.text))
-        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("request", lambda request: self.problems.append(request.url))
-        self.page.on("dialog", lambda dialog: self.problems.append(dialog.message))
+        add = self.problems.append
+        self.page.on("console", lambda message: add(message.text))
+        self.page.on("pageerror", lambda error: add(str(error)))
+        self.page.on("request", lambda request: add(request.url))
+        self.page.on("dialog", lambda dialog: add(dialog.message))
         self.page.goto(file.as_uri())
         assert self.problems.pop(0) == file.as_uri()
 
@@ -54,8 +55,8 @@ class Page:
 
     def widest(self) -> float:
         """Returns the right edge of the widest element in pixels, even within scrollable ones."""
-        edges = "[...document.querySelectorAll('body *')].map(e => e.getBoundingClientRect().right)"
-        return float(self.js(f"Math.max({edges}.reduce((a, b) => Math.max(a, b)), 0)"))
+        edge = "(most, each) => Math.max(most, each.getBoundingClientRect().right)"
+        return float(self.js(f"[...document.querySelectorAll('body *')].reduce({edge}, 0)"))
 
     def axe(self) -> list[str]:
         """Returns the serious and critical violations that axe-core finds."""

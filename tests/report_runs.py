@@ -12,25 +12,37 @@ from parallel3d.checkpoint.manifest import MANIFEST_FILE
 from parallel3d.schedules.build import build_schedule
 from parallel3d.timeline.draw import draw_trace
 from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
+from parallel3d.watch.step_clock import CAUSES
 
-CAUSES = (
-    *("compute", "recompute", "tp", "cp", "ep", "pp_bubble", "pp_p2p", "dp", "optimizer", "data"),
-    *("checkpoint", "other"),
-)
-_SHARES = (0.5, 0.05, 0.1, 0, 0, 0.12, 0.03, 0.08, 0.06, 0.02, 0.01, 0.03)
+_SHARES = {
+    "compute": 0.5,
+    "recompute": 0.05,
+    "tp": 0.1,
+    "pp_bubble": 0.12,
+    "pp_p2p": 0.03,
+    "dp": 0.08,
+    "optimizer": 0.06,
+    "data": 0.02,
+    "checkpoint": 0.01,
+    "other": 0.03,
+}
 RECIPE = """
 model: {layers: 4, hidden: 64, heads: 4, ffn_hidden: 128, vocab: 264}
 parallel: {pp: 2, tp: 2}
 train: {steps: 100, global_batch_size: 8, seq_len: 512, precision: bf16}
 """
 STEP_S = 0.25
-EVIL = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>', "\x1b[31m\u202e\nred")
+EVIL = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "\x1b[31m\u202e\nred",
+)
 
 
 def line(step: int, **changed: Any) -> dict[str, Any]:
     """Returns a line of metrics. Keys of `changed` replace or add values."""
     step_time_s = changed.get("step_time_s", STEP_S * (1 + 0.1 * math.sin(step)))
-    times = [share * step_time_s for share in _SHARES]
+    times = {cause: _SHARES.get(cause, 0.0) * step_time_s for cause in CAUSES}
     rate = 4096 / step_time_s
     return {
         "step": step,
@@ -45,11 +57,11 @@ def line(step: int, **changed: Any) -> dict[str, Any]:
         "peak_memory_bytes": 6 << 30,
         "peak_reserved_bytes": 7 << 30,
         "val_loss": 2.1 + 4.0 / (1 + step / 10) if step % 25 == 0 else None,
-        **dict.fromkeys(("spikes", "rollbacks", "skipped_steps"), 0),
-        "time_s": dict(zip(CAUSES, times, strict=True)),
-        "time_spread_s": {
-            cause: [0.8 * time, 1.1 * time] for cause, time in zip(CAUSES, times, strict=True)
-        },
+        "spikes": 0,
+        "rollbacks": 0,
+        "skipped_steps": 0,
+        "time_s": times,
+        "time_spread_s": {cause: [0.8 * time, 1.1 * time] for cause, time in times.items()},
         "memory_bytes": {
             "parameters": 1 << 30,
             "gradients": 1 << 30,
@@ -72,7 +84,12 @@ def start(step: int, parallel: dict[str, Any], **changed: Any) -> dict[str, Any]
         "reason": None,
         "step": step,
         "recipe": {"parallel": parallel, "optimizer": {"lr": 0.001}},
-        "versions": {"parallel3d": "0.1.0", "commit": "a1b2c3d", "dirty": False, "torch": "2.11.0"},
+        "versions": {
+            "parallel3d": "0.1.0",
+            "commit": "a1b2c3d",
+            "dirty": False,
+            "torch": "2.11.0",
+        },
         "hosts": {"node-1": [0, 1, 2, 3]},
         "devices": {"CPU": [0, 1, 2, 3]},
         "environment": {"OMP_NUM_THREADS": "1"},
@@ -121,12 +138,25 @@ def resumed_run(folder: Path) -> Path:
         }
         lines.append(line(step, **loss, **slow, **counts))
     reason = "rank 3 (node-1, pp 1, tp 0): was killed by SIGKILL"
-    ended = {"status": "failed", "exit_status": 70, "reason": reason}
-    starts = [
-        start(0, {"pp": 2, "tp": 2, "dp_shard": 1}),
-        start(50, {"pp": 1, "tp": 4, "dp_shard": 1}, saved=[75], **ended),
-    ]
-    write_run(folder, lines, starts=starts, outcome=ended, checkpoints=(50, 75))
+    ended = {
+        "status": "failed",
+        "exit_status": 70,
+        "reason": reason,
+    }
+    before = start(0, {"pp": 2, "tp": 2})
+    after = start(
+        50,
+        {"pp": 1, "tp": 4},
+        saved=[75],
+        **ended,
+    )
+    write_run(
+        folder,
+        lines,
+        starts=[before, after],
+        outcome=ended,
+        checkpoints=(50, 75),
+    )
     write_timeline(folder)
     return folder
 

@@ -17,23 +17,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from parallel3d.watch.step_clock import CAUSES
+
 Numbers = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
-CAUSES = (
-    "compute",
-    "recompute",
-    "tp",
-    "cp",
-    "ep",
-    "pp_bubble",
-    "pp_p2p",
-    "dp",
-    "optimizer",
-    "data",
-    "checkpoint",
-    "other",
-)
 COUNTS = ("skipped_steps", "spikes", "rollbacks")
 _NUMBERS = (
     "step",

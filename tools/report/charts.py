@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from parallel3d.reporting.read_metrics import (
-    CAUSES,
     COUNTS,
     Metrics,
     Numbers,
     extremes,
     short,
 )
+from parallel3d.watch.step_clock import CAUSES
 
 Tree = dict[str, Any]
 
@@ -111,7 +111,10 @@ def numbers(metrics: Metrics, starts: Sequence[int]) -> Tree:
     for key in _MEDIANS:
         found[key] = np.median(finite[key]) if len(finite[key]) else math.nan
     found["peak_memory_bytes"] = np.fmax.reduce(columns["peak_memory_bytes"])
-    means = {cause: finite[cause].mean() for cause in CAUSES if len(finite[cause])}
+    means: dict[str, float] = {}
+    for cause in CAUSES:
+        if len(finite[cause]):
+            means[cause] = finite[cause].mean()
     return {**shortened(found), "time_s": shortened(means)}
 
 

@@ -15,6 +15,7 @@ from parallel3d.tools.report.text import (
     figures,
     problems,
     quantity,
+    steps_text,
 )
 
 _PAIR = ("key", "value")
@@ -62,7 +63,8 @@ def _body(tree: Tree) -> Iterator[str]:
 
 def _header(run: Tree) -> Iterator[str]:
     status = f'<span class="{_COLORS.get(run["status"], "warn")}">{escape(run["status"])}</span>'
-    yield f"<h2>{status}, {problems(run)}</h2><p>{escape(run['folder'])}</p>"
+    yield f"<h2>{status}, {escape(steps_text(run))}, {problems(run)}</h2>"
+    yield f"<p>{escape(run['folder'])}</p>"
     if run["reason"]:
         yield f'<p class="bad">{escape(run["reason"])}</p>'
     if run["resume"]:

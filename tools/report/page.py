@@ -116,6 +116,8 @@ def write_page(path: Path, html: str) -> None:
 
 def is_page(path: Path) -> bool:
     """Returns True if `page` built the content of a file, or if the file is empty."""
+    if not path.is_file():  # For example a device or a pipe.
+        return False
     with path.open("rb") as file:
         head = file.read(1000)
     return not head or _MARK.encode() in head

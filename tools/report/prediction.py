@@ -35,5 +35,8 @@ def add_prediction(run: Tree, cluster: Cluster | None) -> None:
     figures |= vars(found.cost.parts)
     figures["other"] = figures.pop("overhead")
     run["predicted"] = shortened(figures)
-    caution = f"the run was on another device: {found.other_device}; " if found.other_device else ""
-    run["note"] = f"predicted for {cluster.device.name}; {caution}{how_sure(found.run)}"
+    notes = [f"predicted for {cluster.device.name}"]
+    if found.other_device:
+        notes.append(f"the run was on another device: {found.other_device}")
+    notes.append(how_sure(found.run))
+    run["note"] = "; ".join(notes)

@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import printable
-from parallel3d.reporting.read_metrics import CAUSES, COUNTS
+from parallel3d.reporting.read_metrics import COUNTS
 from parallel3d.tools.report.charts import EVALUATED, Tree
 from parallel3d.tools.report.run import counted
+from parallel3d.watch.step_clock import CAUSES
 
 _UNICODE, _ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 _BAR = 30  # Columns of the longest bar.
 _MOST_EVENTS = 10
-_FIGURES = {  # Key of a figure -> its label and unit.
-    "step": ("step", ""),
+_FIGURES: dict[str, tuple[str, str]] = {  # Key of a figure -> its label and unit.
     "loss": ("loss", ""),
     "tokens": ("tokens", ""),
     "step_time_s": ("step time", "s"),
@@ -49,7 +49,7 @@ def figures(run: Tree) -> list[Figure]:
     for name, curve in run["curves"].items():
         if name.startswith(EVALUATED):
             label = f"loss, {shown(name.removeprefix(EVALUATED))}"
-            found.insert(2, Figure(label, "", curve["y"]["loss"][-1], None))
+            found.insert(1, Figure(label, "", curve["y"]["loss"][-1], None))
     return found
 
 
@@ -67,6 +67,10 @@ def quantity(value: float | None, unit: str = "") -> str:
     return f"{text} {unit}".rstrip()
 
 
+def steps_text(run: Tree) -> str:
+    return f"step {run['step']:,.0f} of {run['recipe'].get('train.steps', 'unknown')}"
+
+
 def problems(run: Tree) -> str:
     return ", ".join(counted(run[kind], kind) for kind in COUNTS if run[kind]) or "no problems"
 
@@ -76,7 +80,8 @@ def short_lines(run: Tree) -> list[str]:
     times = sorted(run["time_s"].items(), key=lambda item: -item[1])
     total = sum(run["time_s"].values()) or 1.0
     shares = [f"{cause} {time / total:.0%}" for cause, time in times[:4]]
-    speed = f"{quantity(run['step_time_s'], 's')} a step, {quantity(run['tokens_per_s'])} tokens/s"
+    step_time = quantity(run["step_time_s"], "s")
+    speed = f"{step_time} a step, {quantity(run['tokens_per_s'])} tokens/s"
     return [
         f"loss: {_loss(run, 40)}; {problems(run)}",
         f"time: {', '.join([speed, *shares])}",
@@ -96,7 +101,7 @@ def lines(tree: Tree) -> Iterator[str]:
 
 
 def _run_lines(run: Tree) -> Iterator[str]:
-    yield f"{shown(run['folder'])}: {run['status']}, {problems(run)}"
+    yield f"{shown(run['folder'])}: {run['status']}, {steps_text(run)}, {problems(run)}"
     if run["reason"]:
         yield run["reason"]
     if run["resume"]:
@@ -107,7 +112,9 @@ def _run_lines(run: Tree) -> Iterator[str]:
         if each.label in CAUSES and each.measured:
             bar = "#" * round(_BAR * each.measured / sum(run["time_s"].values()))
         measured = quantity(each.measured, each.unit)
-        predicted = quantity(each.predicted, each.unit) if run["predicted"] else ""
+        predicted = ""
+        if run["predicted"]:
+            predicted = quantity(each.predicted, each.unit)
         yield f"{each.label:<20} {measured:>12} {predicted:>12}  {bar}".rstrip()
     yield run["note"]
     for kind, values in run["curves"].get("memory_bytes", {"y": {}})["y"].items():
