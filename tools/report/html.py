@@ -17,6 +17,7 @@ from parallel3d.tools.report.text import (
     quantity,
     steps_text,
 )
+from parallel3d.watch.step_clock import CAUSES
 
 _PAIR = ("key", "value")
 _COLORS = {
@@ -26,7 +27,7 @@ _COLORS = {
 
 
 def report_page(tree: Tree) -> str:
-    """Returns the page of a report."""
+    """Returns a report as HTML."""
     title = ", ".join(run["name"] for run in tree["runs"])
     body = "\n".join([f"<h1>{escape(title)}</h1>", *_body(tree)])
     script = Path(__file__).with_name("run.js").read_text(encoding="utf-8")
@@ -72,7 +73,9 @@ def _header(run: Tree) -> Iterator[str]:
     if run["damaged_lines"]:
         yield f"<p>{run['damaged_lines']} damaged lines of metrics.jsonl are left out.</p>"
     yield '<dl class="facts">'
-    for each in figures(run)[:8]:
+    for each in figures(run):
+        if each.label in CAUSES:
+            continue
         value = quantity(each.measured, each.unit)
         yield f"<div><dt>{escape(each.label)}</dt><dd>{value}</dd></div>"
     yield "</dl>"

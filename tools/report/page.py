@@ -1,8 +1,8 @@
-"""Builds and writes self-contained HTML pages: one file with its style, scripts and data, which
-opens from disk without a network.
+"""Builds and writes self-contained HTML files. Each holds its style, scripts and data, and opens
+from disk without a network.
 
 All text in HTML goes through `html.escape`. Data cannot end its script element, because each "<" in
-it is escaped. The Content-Security-Policy allows only the scripts and styles of the page itself.
+it is escaped. The Content-Security-Policy allows only the scripts and styles of the file itself.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from parallel3d.errors import ConfigError, writing
 from parallel3d.launch.run_dir import write_atomically
 
 _FOLDER = Path(__file__).parent
-_MARK = '<meta name="generator" content="parallel3d">'  # In the first bytes of each page.
+_MARK = '<meta name="generator" content="parallel3d">'  # In the first bytes of each file.
 
 
 class Number(NamedTuple):
@@ -62,11 +62,11 @@ def _cell(cell: str | Number) -> str:
 def page(
     title: str, body: str, data: object, *, scripts: Sequence[str] = (), styles: Sequence[str] = ()
 ) -> str:
-    """Returns a self-contained HTML page.
+    """Returns a self-contained HTML file.
 
     Args:
         title: Title, as plain text.
-        body: HTML of the page. It must not have inline styles or event handlers.
+        body: HTML below the title. It must not have inline styles or event handlers.
         data: Data for the scripts, which find it as `look.data`. NaN and infinity are not allowed.
         scripts: Scripts that run after look.js.
         styles: Style sheets after look.css.
@@ -100,10 +100,10 @@ def page(
 
 
 def write_page(path: Path, html: str) -> None:
-    """Writes a page atomically. Replaces an earlier page, but no other file.
+    """Writes a report atomically. Replaces an earlier report, but no other file.
 
     Raises:
-        ConfigError: The path is a folder, or a file that is not such a page.
+        ConfigError: The path is a folder, or a file that is not a report.
         SaveError: The file cannot be written.
     """
     with writing(path):

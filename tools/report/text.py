@@ -14,7 +14,8 @@ from parallel3d.tools.report.charts import EVALUATED, Tree
 from parallel3d.tools.report.run import counted
 from parallel3d.watch.step_clock import CAUSES
 
-_UNICODE, _ASCII = "▁▂▃▄▅▆▇█", "_.-~=+*#"
+_UNICODE = "▁▂▃▄▅▆▇█"
+_ASCII = "_.-~=+*#"
 _BAR = 30  # Columns of the longest bar.
 _MOST_EVENTS = 10
 _FIGURES: dict[str, tuple[str, str]] = {  # Key of a figure -> its label and unit.
