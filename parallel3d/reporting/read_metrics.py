@@ -22,7 +22,11 @@ from parallel3d.watch.step_clock import CAUSES
 Numbers = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
-COUNTS = ("skipped_steps", "spikes", "rollbacks")
+COUNTS = (
+    "skipped_steps",
+    "spikes",
+    "rollbacks",
+)
 _NUMBERS = (
     "step",
     "loss",
@@ -40,7 +44,10 @@ _NUMBERS = (
     "idle_experts",
     *COUNTS,
 )
-_DETAILS = (b'"time_spread_s": {', b'"memory_bytes": {')
+_DETAILS = (
+    b'"time_spread_s": {',
+    b'"memory_bytes": {',
+)
 _LARGEST_STEP = 1 << 53
 _DECODER = json.JSONDecoder(parse_int=float)  # Even an integer of 1,000 digits becomes a float.
 
@@ -91,9 +98,11 @@ def read_metrics(path: Path) -> Metrics:
                 get_time = times.get if isinstance(times, dict) else {}.get
                 found = [*map(row.get, _NUMBERS), *map(get_time, CAUSES)]
                 values.extend([each if type(each) is float else math.nan for each in found])
-                for key in row if row.get("val_loss") is not None else ():
-                    if key.startswith("val_loss") and type(row[key]) is float:
-                        evaluations.setdefault(key[9:] or "validation", {})[step] = row[key]
+                if row.get("val_loss") is not None:
+                    for key, loss in row.items():
+                        if key.startswith("val_loss") and type(loss) is float:
+                            name = key[9:] or "validation"
+                            evaluations.setdefault(name, {})[step] = loss
             elif line.endswith(b"\n"):
                 damaged += 1
             position += len(line)
@@ -114,7 +123,8 @@ def _without_details(line: bytes) -> bytes:
     for key in _DETAILS:
         start = line.find(key)
         if start >= 0:
-            line = line[:start] + b'"": 0' + line[line.find(b"}", start) + 1 :]
+            end = line.find(b"}", start) + 1
+            line = line[:start] + b'"": 0' + line[end:]
     return line
 
 
@@ -138,8 +148,10 @@ def extremes(columns: Iterable[Numbers], lines: int, buckets: int) -> Indices:
         padded[:lines] = column
         ranges = padded.reshape(-1, width)
         missing = np.isnan(ranges)
-        chosen.append(starts + np.where(missing, np.inf, ranges).argmin(axis=1))
-        chosen.append(starts + np.where(missing, -np.inf, ranges).argmax(axis=1))
+        least = np.where(missing, np.inf, ranges).argmin(axis=1)
+        most = np.where(missing, -np.inf, ranges).argmax(axis=1)
+        chosen.append(starts + least)
+        chosen.append(starts + most)
     return np.unique(np.concatenate(chosen))
 
 

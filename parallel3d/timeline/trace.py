@@ -23,7 +23,8 @@ def read_trace(path: Path) -> list[Timeline]:
     spans: defaultdict[int, list[Span]] = defaultdict(list)
     try:
         for event in json.loads(path.read_bytes())["traceEvents"]:
-            process, rank = event["pid"], event["tid"]
+            process = event["pid"]
+            rank = int(event["tid"])
             if event["name"] == "process_name":
                 names[process] = str(event["args"]["name"]).partition(": makespan")[0]
             elif event["ph"] == "X" and (found := _NAME.fullmatch(event["name"])):
@@ -31,13 +32,20 @@ def read_trace(path: Path) -> list[Timeline]:
                     raise ValueError(f"rank {rank}")
                 action = Action(int(found[1]), Kind(found[2]), int(found[3]))
                 start_s = event["ts"] / 1e6
-                spans[process].append(Span(rank, action, start_s, start_s + event["dur"] / 1e6))
+                end_s = start_s + event["dur"] / 1e6
+                spans[process].append(Span(rank, action, start_s, end_s))
     except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{path}: not a trace of pipelines: {error!r}") from error
-    return [
-        Timeline(name=names[process], ranks=1 + max(span.rank for span in each), spans=tuple(each))
-        for process, each in spans.items()
-    ]
+    timelines = []
+    for process, found_spans in spans.items():
+        timelines.append(
+            Timeline(
+                name=names[process],
+                ranks=1 + max(span.rank for span in found_spans),
+                spans=tuple(found_spans),
+            )
+        )
+    return timelines
 
 
 def slowest_and_simulated(path: Path) -> list[Timeline]:

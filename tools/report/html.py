@@ -19,6 +19,7 @@ from parallel3d.tools.report.text import (
 )
 from parallel3d.watch.step_clock import CAUSES
 
+_MOST_ACTIONS = 6000  # Of the timelines, which take 300 bytes each.
 _PAIR = ("key", "value")
 _COLORS = {
     "done": "good",
@@ -105,6 +106,9 @@ def _pipeline(run: Tree) -> Iterator[str]:
     if run["timelines"] is None:
         return
     both = slowest_and_simulated(Path(run["timelines"]["file"]))
+    if sum(len(timeline.spans) for timeline in both) > _MOST_ACTIONS:
+        yield "<p>The timeline is too long to draw here. Open its file in ui.perfetto.dev.</p>"
+        return
     longest_s = max(timeline.makespan_s for timeline in both)
     yield f"<h2>Pipeline of {escape(run['name'])}</h2>"
     for kind, timeline in zip(("Slowest, measured", "Simulated"), both, strict=True):
