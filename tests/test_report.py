@@ -110,7 +110,13 @@ def test_runs_are_compared_by_the_keys_that_differ(tmp_path: Path, capsys: Said)
     recipe = RECIPE.replace("tp: 2", "tp: 1, cp: 2")
     second = write_run(tmp_path / "second", [line(1)], recipe=recipe)
     found = as_json(capsys, str(first), str(second))["differences"]
-    assert found == {"parallel.tp": ["2", "1"], "parallel.cp": ["", "2"]}
+    assert found == {
+        "parallel.tp": ["2", "1"],
+        "parallel.cp": ["", "2"],
+    }
+    other = write_run(tmp_path / "other" / "first", [line(1)])
+    runs = as_json(capsys, str(first), str(other))["runs"]
+    assert [run["name"] for run in runs] == [str(first), str(other)]
 
 
 def test_damaged_and_cut_lines_are_left_out(
@@ -169,6 +175,13 @@ def test_values_that_are_not_numbers_leave_gaps(tmp_path: Path, capsys: Said) ->
     report(run)
 
 
+def test_a_run_without_a_finite_loss_gives_a_report(tmp_path: Path, capsys: Said) -> None:
+    run = write_run(tmp_path / "run", [line(1, loss=None)])
+    report(run)
+    assert main([str(run), "--text"]) == 0
+    assert "loss: not finite" in capsys.readouterr().out
+
+
 def test_an_old_run_gives_a_report_with_what_it_has(tmp_path: Path, capsys: Said) -> None:
     keys = (
         "step",
@@ -208,12 +221,18 @@ def test_hostile_names_and_values_do_nothing(tmp_path: Path, capsys: Said) -> No
             reason=evil,
         ),
     ]
-    losses = {"val_loss": 1.0, f"val_loss/{evil}": 2.0}
+    losses = {
+        "val_loss": 1.0,
+        f"val_loss/{evil}": 2.0,
+    }
     run = write_run(
         tmp_path / name,
         [line(1), line(2, **losses)],
         starts=starts,
-        outcome={"status": evil, "reason": evil},
+        outcome={
+            "status": evil,
+            "reason": evil,
+        },
         recipe=RECIPE + json.dumps({evil: evil})[1:-1] + "\n",
         checkpoints=(1,),
     )

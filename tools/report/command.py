@@ -44,5 +44,8 @@ def report_tree(folders: Sequence[Path], cluster: Cluster | None = None) -> Tree
     runs = [read_run(folder) for folder in folders]
     for run in runs:
         add_prediction(run, cluster)
+    if len({run["name"] for run in runs}) < len(runs):
+        for run in runs:
+            run["name"] = run["folder"]
     changed = differences([run["recipe"] for run in runs])
     return {"schema": "parallel3d.report/1", "runs": runs, "differences": changed}

@@ -11,7 +11,7 @@
 
 	// The first line after a start includes the start-up, so it does not determine the range of times.
 	const ignored = new Set(runs.flatMap(run => [0, ...run.starts.map(start => start.step)]
-		.map(step => (run.curves.tokens_per_s || run.curves.loss).x.find(x => x > step))));
+		.map(step => (run.curves.tokens_per_s || { x: [] }).x.find(x => x > step))));
 	const TITLES = { loss: ["Loss", ""], lr: ["Learning rate", ""], grad_norm: ["Gradient norm", ""], tokens_per_s: ["Tokens per second", "rate"],
 		mfu: ["Model FLOPs utilization", "share"], peak_memory: ["Peak memory", "bytes"], experts: ["Load of experts", ""] };
 	const EVALUATED = "evaluation: ";

@@ -73,18 +73,19 @@ def steps_text(run: Tree) -> str:
 
 
 def problems(run: Tree) -> str:
-    return ", ".join(counted(run[kind], kind) for kind in COUNTS if run[kind]) or "no problems"
+    found = [counted(run[kind], kind) for kind in COUNTS if run[kind]]
+    return ", ".join(found) or "no skipped steps or spikes"
 
 
 def short_lines(run: Tree) -> list[str]:
     """Returns three lines for the end of a run."""
     times = sorted(run["time_s"].items(), key=lambda item: -item[1])
     total = sum(run["time_s"].values()) or 1.0
-    shares = [f"{cause} {time / total:.0%}" for cause, time in times[:4]]
+    shares = [f"{cause} {time / total:.0%}" for cause, time in times[:3]]
     step_time = quantity(run["step_time_s"], "s")
     speed = f"{step_time} a step, {quantity(run['tokens_per_s'])} tokens/s"
     return [
-        f"loss: {_loss(run, 40)}; {problems(run)}",
+        f"loss: {_loss(run, 28)}; {problems(run)}",
         f"time: {', '.join([speed, *shares])}",
         f"report: {shown(run['folder'])}/report.html",
     ]
@@ -127,6 +128,8 @@ def _run_lines(run: Tree) -> Iterator[str]:
 
 def _loss(run: Tree, width: int) -> str:
     """Returns the first loss, a sparkline of at most `width` columns, and the last loss."""
+    if "loss" not in run["curves"]:
+        return "not finite"
     values = [loss for loss in run["curves"]["loss"]["y"]["loss"] if loss is not None]
     levels = _UNICODE if "utf" in (sys.stdout.encoding or "").lower() else _ASCII
     low, wide = min(values), (max(values) - min(values)) or 1.0
