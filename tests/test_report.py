@@ -167,7 +167,12 @@ def test_values_that_are_not_numbers_leave_gaps(tmp_path: Path, capsys: Said) ->
     (run / "timeline_step_00000001.json").write_text('{"traceEvents": [{"ph": "X"}]}')
     (run / "config.yaml").write_text("a: [")
     found = read(capsys, run)
-    for key in ("loss", "lr", "grad_norm", "mfu"):
+    for key in (
+        "loss",
+        "lr",
+        "grad_norm",
+        "mfu",
+    ):
         assert values(found, key, key)[2] is None
     assert found["starts"] == []
     assert found["timelines"] is None
@@ -195,7 +200,12 @@ def test_an_old_run_gives_a_report_with_what_it_has(tmp_path: Path, capsys: Said
     lines = [{key: line(step)[key] for key in keys} for step in (1, 2, 3)]
     run = write_run(tmp_path / "run", lines)
     found = read(capsys, run)
-    assert {*found["curves"]} == {"loss", "lr", "grad_norm", "tokens_per_s"}
+    assert {*found["curves"]} == {
+        "loss",
+        "lr",
+        "grad_norm",
+        "tokens_per_s",
+    }
     assert found["status"] == "unfinished"
     assert found["time_s"] == {}
     assert found["mfu"] is None

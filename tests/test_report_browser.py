@@ -133,7 +133,6 @@ def test_the_table_of_events_sorts_and_filters_by_mouse_and_keyboard(
     report: Path,
 ) -> None:
     page = Page(browser, report)
-    page.page.get_by_text("run: events").first.click()
     rows = page.page.locator("details[open] tbody tr:visible")
     assert rows.count() == 8
     head = page.page.get_by_role("button", name="step", exact=True)

@@ -108,7 +108,8 @@ def read_metrics(path: Path) -> Metrics:
             position += len(line)
     keys = (*_NUMBERS, *CAUSES)
     table = np.frombuffer(values).reshape(-1, len(keys))
-    _, from_end = np.unique(table[::-1, 0], return_index=True)
+    steps_from_end = table[::-1, 0]
+    _, from_end = np.unique(steps_from_end, return_index=True)
     order = len(table) - 1 - from_end
     return Metrics(
         path=path,

@@ -56,7 +56,8 @@ def _body(tree: Tree) -> Iterator[str]:
     yield "<h2>Events and provenance</h2>"
     for run in runs:
         events = [(Number(each["step"], str(each["step"])), each["text"]) for each in run["events"]]
-        yield _details(f"{run['name']}: events", ["step", "event"], events)
+        shut = _details(f"{run['name']}: events", ["step", "event"], events)
+        yield shut.replace("<details>", "<details open>", 1)
         for start in run["starts"]:
             title = f"{run['name']}: start at step {start['step']}"
             yield _details(title, _PAIR, [*start["facts"].items()])
