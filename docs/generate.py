@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import parallel3d
+from parallel3d.config import experts as experts_module
 from parallel3d.config import recipe as recipe_module
 from parallel3d.config.hugging_face import CLASSES
 from parallel3d.config.schema import recipe_schema
@@ -90,7 +91,7 @@ def families_table() -> str:
 def config_page() -> str:
     """Returns each section of a recipe with its keys: type, range, default and description."""
     schema = recipe_schema()
-    comments = field_comments(recipe_module)
+    comments = field_comments(recipe_module) | field_comments(experts_module)
     lines = []
     for name, section in schema["properties"].items():
         lines += [f"## {name}", ""]

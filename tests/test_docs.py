@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import runpy
 import subprocess
 import sys
 import typing
@@ -46,6 +47,12 @@ def test_a_page_names_what_exists(page: Path) -> None:
     gone += [link for link, _ in _LINK.findall(text) if not (page.parent / link).exists()]
     gone += sorted(set(_KEY.findall(text)) - set(_keys()))
     assert not gone
+
+
+def test_every_key_of_a_recipe_has_a_description() -> None:
+    generate = runpy.run_path(str(ROOT / "docs/generate.py"))
+    page = generate["config_page"]()
+    assert "`per_token` (integer ≥ 1, required)\n: Number of experts" in page
 
 
 @pytest.mark.long
