@@ -8,6 +8,7 @@ model in src/graph/tuning.cc).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import ceil, log2
 
 from parallel3d.planner.hardware.cluster import Cluster, Group
@@ -17,6 +18,8 @@ from parallel3d.planner.model.shapes import StageSlice
 # A ring over this many nodes has half the bandwidth between neighbours, because of stragglers
 # and congestion in the upper network tiers. Fitted on the runs of tools/cases with 1 to 2,048 GPUs.
 _HALF_SPEED_NODES = 256
+_BLOCK = StageSlice(layers=1, embedding=False, head=False)
+_ENDS = StageSlice(layers=0, embedding=True, head=True)
 _HIDDEN = 0.5  # overlapped fraction of collectives that run once per step, fitted on the same runs
 
 
@@ -64,17 +67,34 @@ def tp_exchange_s(run: PlannedRun) -> float:
     return all_reduce_s(run.cluster, group, hidden_bytes(run))
 
 
-def context_gather_s(run: PlannedRun) -> float:
-    """Returns the exposed seconds to send a layer's keys and values, or their gradients, over cp.
+def tp_block_s(run: PlannedRun) -> tuple[float, float]:
+    """Returns the seconds of a block's tp collectives in one pass: those of the hidden states, and
+    those of the rows of ranks that shard an expert.
 
-    parallel3d all-gathers them before attention. Other frameworks send them around a ring,
-    overlapped with attention (Liu et al. 2023, arXiv 2310.01889).
+    These are two all-reduces, or two pairs of reduce-scatter and all-gather. Sequence parallelism
+    gathers the inputs once more for weight gradients, overlapped with other work (Korthikanti et
+    al. 2022, arXiv 2205.05198, section 4.2).
     """
+    layout = run.layout
+    hidden_s = 2 * tp_exchange_s(run)
+    experts = run.shape.experts
+    if experts is None:
+        return hidden_s, 0.0
+    # Each rank routes its own tokens, so routed experts do not need the tp all-gather.
+    share = 1.0 if experts.shared_hidden else 0.5
+    if run.framework.is_parallel3d and not layout.sequence_parallel:
+        share += 0.25  # An all-gather of the results.
+    rows_bytes = run.routed_rows * run.shape.hidden * run.item_bytes
+    neighbours = run.group(layout.expert_tp, 1)
+    return share * hidden_s, 2 * all_gather_s(run.cluster, neighbours, rows_bytes)
+
+
+def context_gather_s(run: PlannedRun) -> float:
+    """Returns the seconds to send a layer's keys and values, or their gradients, over cp."""
     layout = run.layout
     kv_hidden = max(run.shape.kv_hidden // layout.tp, run.shape.head_dim)
     bytes_ = 2 * run.item_bytes * layout.microbatch_size * run.seq_len * kv_hidden
-    seconds = all_gather_s(run.cluster, run.group(layout.cp, layout.tp), bytes_)
-    return seconds if run.framework.is_parallel3d else 0.5 * seconds
+    return all_gather_s(run.cluster, run.group(layout.cp, layout.tp), bytes_)
 
 
 def experts_exchange_s(run: PlannedRun) -> float:
@@ -148,15 +168,11 @@ def sharded_s(
         ends_s: Seconds of the embedding and the head, forward plus backward.
     """
     layout = run.layout
-    block = StageSlice(layers=1, embedding=False, head=False)
-    gather_s, reduce_s = _unit_s(run, block, layout.parameter_shards)
-    ends = StageSlice(layers=0, embedding=True, head=True)
-    ends_gather_s, ends_reduce_s = _unit_s(run, ends, layout.parameter_shards)
+    gather_s, reduce_s = _unit_s(run, _BLOCK, layout.parameter_shards)
+    ends_gather_s, ends_reduce_s = _unit_s(run, _ENDS, layout.parameter_shards)
     layers = max(part.layers for part in run.ranks)
     gathers, reductions = run.sharding_rounds
-    regather_s = 0.0
-    if gathers > 1 and (layout.pp == 1 or layout.gather_cadence == "microbatch"):
-        regather_s = gather_s
+    regather_s = gather_s if _regathers(run) else 0.0
 
     def exposed(gathered_s: float, reduced_s: float, compute_s: float) -> float:
         both_s = reductions * max(0.0, gathered_s + reduced_s - compute_s)
@@ -167,26 +183,68 @@ def sharded_s(
     return layers * blocks_s + both_ends_s + reduce_s + ends_reduce_s / 2
 
 
+def all_data_parallel_s(run: PlannedRun) -> tuple[float, float]:
+    """Returns the seconds per step of data-parallel collectives, overlapped or not, over the shards
+    and over the replicas of a parameter.
+
+    With sharded parameters, they are of a rank with the most blocks, the embedding and the head.
+    """
+    # Slices, each with its number, all-gathers and reductions per step.
+    slices = [(max({*run.ranks}, key=run.stage_parameters), 1, 1, 1)]
+    if run.layout.parameter_shards > 1:
+        gathers, reductions = run.sharding_rounds
+        layers = max(part.layers for part in run.ranks)
+        block_gathers = 2 * gathers if _regathers(run) else gathers
+        slices = [(_BLOCK, layers, block_gathers, reductions), (_ENDS, 1, 2 * gathers, reductions)]
+    sharded_s = replicated_s = 0.0
+    for part, count, gathers, reductions in slices:
+        prices = _collectives_s(run, part, run.layout.optimizer_shards)
+        for _, gather_s, scatter_s, replicas_s in prices:
+            sharded_s += count * (gathers * gather_s + reductions * scatter_s)
+            replicated_s += count * reductions * replicas_s
+    return sharded_s, replicated_s
+
+
+def _regathers(run: PlannedRun) -> bool:
+    """Returns True if the backward pass of a block all-gathers its parameters again."""
+    gathers, _ = run.sharding_rounds
+    layout = run.layout
+    return gathers > 1 and (layout.pp == 1 or layout.gather_cadence == "microbatch")
+
+
 def _unit_s(run: PlannedRun, part: StageSlice, shards: int) -> tuple[float, float]:
-    """Returns the seconds to all-gather the parameters of a slice and to reduce their gradients.
+    """Returns the seconds to all-gather the parameters of a slice and to reduce their gradients."""
+    gathers_s = reduce_s = 0.0
+    for inner, gather_s, scatter_s, replicas_s in _collectives_s(run, part, shards):
+        gathers_s += gather_s
+        if inner.nodes == 1 and inner.size > 1:
+            # Links in the node and the network are used in parallel.
+            reduce_s += max(scatter_s, replicas_s)
+        else:
+            reduce_s += scatter_s + replicas_s
+    return gathers_s, reduce_s
+
+
+def _collectives_s(
+    run: PlannedRun, part: StageSlice, shards: int
+) -> Iterator[tuple[Group, float, float, float]]:
+    """Yields the group that shards the parameters of a slice, and the seconds of an all-gather, a
+    reduce-scatter, and an all-reduce between replicas. Then the same for its experts, if any.
 
     Experts are sharded over the ranks that hold the same experts.
     """
     layout = run.layout
     parameters = run.stage_parameters(part)
-    gather_s, reduce_s = _split_s(run, parameters, shards, layout.replicas, layout.tp)
+    yield _split_s(run, parameters, shards, layout.replicas, layout.tp)
     experts = run.stage_experts(part)
     if experts:
-        more_gather_s, more_reduce_s = _split_s(
+        yield _split_s(
             run,
             experts,
             shards=layout.expert_shards(shards),
             ranks=layout.expert_replicas,
             stride=layout.ep * layout.expert_tp,
         )
-        gather_s += more_gather_s
-        reduce_s += more_reduce_s
-    return gather_s, reduce_s
 
 
 def _split_s(
@@ -195,8 +253,8 @@ def _split_s(
     shards: int,
     ranks: int,
     stride: int,
-) -> tuple[float, float]:
-    """Returns the seconds to all-gather parameters and to reduce their gradients.
+) -> tuple[Group, float, float, float]:
+    """Returns an element of `_collectives_s`.
 
     `ranks` ranks, `stride` apart, share the parameters. They form replicas of `shards` shards.
     """
@@ -210,6 +268,4 @@ def _split_s(
     gather_s = all_gather_s(cluster, inner, parameters * run.item_bytes)
     scatter_s = all_gather_s(cluster, inner, gradients)
     replicas_s = all_reduce_s(cluster, outer, gradients / shards)
-    if inner.nodes == 1 and shards > 1:  # Links in the node and the network are used in parallel.
-        return gather_s, max(scatter_s, replicas_s)
-    return gather_s, scatter_s + replicas_s
+    return inner, gather_s, scatter_s, replicas_s

@@ -27,11 +27,11 @@ from parallel3d.planner.time.collectives import (
     reduced_once_s,
     send_s,
     sharded_s,
-    tp_exchange_s,
+    tp_block_s,
 )
 from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s
 from parallel3d.planner.time.roofline import Kernels
-from parallel3d.timeline.simulate import StageTimes
+from parallel3d.timeline.simulate import ActionTimes, StageTimes
 
 # Speed of tp collectives relative to larger transfers. Copies and ranks that wait for each other
 # slow them down. The second factor also applies if tp ranks are on several nodes.
@@ -59,6 +59,7 @@ class _Pipeline:
     """Seconds of a step's microbatches, without data parallelism."""
 
     micro: MicrobatchTimes
+    times: list[StageTimes]  # Seconds of each stage per microbatch.
     rank_s: list[float]  # Seconds of each rank per microbatch.
     send_s: float  # Seconds to send an activation to the next stage.
     blocked_s: float  # Overhead of each pipeline action, in seconds.
@@ -94,11 +95,9 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
     part = run.ranks[busiest]
     work = layout.microbatches * rank_s[busiest]
     if host is None:
-        quality = run.framework.quality
         data_s, optimizer_s = _once_s(run, pipeline.micro)
         overhead_s = 0.0
     else:
-        quality = run.cluster.scales.arithmetic
         data_s, optimizer_s, overhead_s = host.once_s(part)
         work = min(pipeline.seconds, work * host.slowdown)
     if run.offloads:
@@ -116,7 +115,7 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
         dp=blocks.dp + data_s,
         optimizer=optimizer_s,
         overhead=blocks.overhead + overhead_s,
-    ).scaled(quality)
+    ).scaled(_quality(run, host))
     tokens = run.tokens_per_step / parts.total / layout.world_size
     flops = tokens * model_flops_per_token(run.shape, run.seq_len)
     return Cost(
@@ -126,6 +125,25 @@ def step_cost(run: PlannedRun, *, exact: bool = True, known: CostCache | None = 
         model_flops_per_gpu=flops,
         mfu=flops / run.cluster.device.peak(run.precision),
     )
+
+
+def action_times(run: PlannedRun) -> ActionTimes:
+    """Returns the times that `step_cost` simulates the schedule with, scaled like its result."""
+    host = _calibrated_host(run)
+    pipeline = _pipeline(run, host, exact=False, known=CostCache())
+    quality = _quality(run, host)
+    stages = []
+    for each in pipeline.times:
+        seconds = (each.forward, each.input, each.weight)
+        forward, input_s, weight = (quality * value for value in seconds)
+        stages.append(StageTimes(forward=forward, input=input_s, weight=weight))
+    transfers = (quality * pipeline.send_s,) * (len(stages) - 1)
+    return ActionTimes(stages=tuple(stages), transfers=transfers)
+
+
+def _quality(run: PlannedRun, host: CalibratedHost | None) -> float:
+    """Returns the factor on all times of a step."""
+    return run.framework.quality if host is None else run.cluster.scales.arithmetic
 
 
 def least_step_s(run: PlannedRun, *, known: CostCache) -> float:
@@ -205,7 +223,14 @@ def _pipeline(
         at_once = pp / host.shared
         bubble_s = (seconds - even_s) * max(0.0, at_once - 1) / max(1, pp - 1)
         seconds = host.contention * max(seconds, host.shared * even_s + bubble_s)
-    found = _Pipeline(micro=micro, rank_s=rank_s, send_s=send, blocked_s=blocked, seconds=seconds)
+    found = _Pipeline(
+        micro=micro,
+        times=times,
+        rank_s=rank_s,
+        send_s=send,
+        blocked_s=blocked,
+        seconds=seconds,
+    )
     if host is None:
         known.pipelines[recompute] = found
     return found
@@ -228,43 +253,40 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
     kernels = _kernels(run)
     layout = run.layout
     block = block_times(run, kernels)
-    # Exposed tp communication of a block per direction: two all-reduces, or two pairs of
-    # reduce-scatter and all-gather. Sequence parallelism gathers the inputs once more for weight
-    # gradients, overlapped with other work (Korthikanti et al. 2022, arXiv 2205.05198, section
-    # 4.2).
-    tp = 2 * tp_exchange_s(run) / _TP_SPEED
+    hidden_s, rows_s = tp_block_s(run)
+    tp = hidden_s / _TP_SPEED
     if run.group(layout.tp, 1).nodes > 1:
         tp /= _TP_ACROSS_NODES
-    experts = run.shape.experts
-    # Each rank routes its own tokens, so routed experts do not need the tp all-gather.
-    if experts is not None:
-        share = 1.0 if experts.shared_hidden else 0.5
-        if run.framework.is_parallel3d and not layout.sequence_parallel:
-            share += 0.25  # An all-gather of the results.
-        tp *= share
-        if layout.expert_tp > 1:  # Ranks that shard an expert exchange their rows.
-            rows = run.routed_rows * run.shape.hidden * run.item_bytes
-            neighbours = run.group(layout.expert_tp, 1)
-            within = 2 * all_gather_s(run.cluster, neighbours, rows)
-            tp += within / _TP_SPEED
-    cp = context_gather_s(run)  # The backward pass sends keys, values and their gradients.
-    # A recomputed block repeats its last collective, although its output is unused.
-    repeated = {"full": 1.0, "every_n": 1 / layout.recompute_every, "op": 0.5}
-    again = repeated.get(layout.recompute, 0.0)
+    tp += rows_s / _TP_SPEED
+    # The backward pass sends keys, values and their gradients. parallel3d all-gathers them before
+    # attention. Other frameworks send them around a ring, overlapped with attention (Liu et al.
+    # 2023, arXiv 2310.01889).
+    cp = context_gather_s(run)
+    if not run.framework.is_parallel3d:
+        cp *= 0.5
     ep = 2 * experts_exchange_s(run)
     return MicrobatchTimes(
         block=TimeParts(
             compute=block.forward_s + block.backward_s,
             recompute=block.again_s,
-            tp=(2 + again) * tp,
+            tp=passes(run) * tp,
             cp=3 * cp,
-            ep=(2 + again) * ep,
+            ep=passes(run) * ep,
         ),
         forward_s=block.forward_s + tp + cp + ep,
         weight_s=block.weight_s,
         head_s=head_times(run, kernels),
         embedding_s=embedding_times(run, kernels),
     )
+
+
+def passes(run: PlannedRun) -> float:
+    """Returns how often a microbatch repeats a block's tp and ep communication of the forward pass.
+
+    A recomputed block repeats its last collective, although its output is unused.
+    """
+    repeated = {"full": 1.0, "every_n": 1 / run.layout.recompute_every, "op": 0.5}
+    return 2 + repeated.get(run.layout.recompute, 0.0)
 
 
 def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> list[StageTimes]:
