@@ -289,12 +289,16 @@ def bar(share: float) -> str:
 
 def layout_text(parallel: ParallelConfig) -> str:
     """Returns a layout as recipe overrides, without defaults."""
-    plain = asdict(ParallelConfig())
     said = []
-    for key, value in asdict(parallel).items():
-        if value != plain[key]:
-            said.append(f"{key}={'true' if value is True else value}")
+    for key, value in own_keys(parallel).items():
+        said.append(f"{key}={'true' if value is True else value}")
     return " ".join(said) or "one device, no parallelism"
+
+
+def own_keys(parallel: ParallelConfig) -> dict[str, Any]:
+    """Returns the keys of a layout without defaults."""
+    plain = asdict(ParallelConfig())
+    return {key: value for key, value in asdict(parallel).items() if value != plain[key]}
 
 
 def layout_columns(layouts: Sequence[ParallelConfig]) -> Iterator[str]:

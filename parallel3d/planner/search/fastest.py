@@ -9,17 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from operator import attrgetter
 from typing import Literal
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB
-from parallel3d.planner.search.request import PlanRequest, PlanResult, Rejected, Strategy
+from parallel3d.planner.search.request import (
+    Candidate,
+    PlanRequest,
+    PlanResult,
+    Rejected,
+    Strategy,
+)
 from parallel3d.planner.search.space import check_fixed, families
 from parallel3d.planner.search.ties import put_in_order, slowest_tied_s
-from parallel3d.planner.search.tp_pp_search import Candidate, TpPpSearch
+from parallel3d.planner.search.tp_pp_search import TpPpSearch
 from parallel3d.planner.time.step import BlockTimeCache
 
 Objective = Literal["throughput", "memory"]
@@ -68,6 +74,7 @@ def search(
         strategies=tuple(strategies[:top]),
         rejected=rejected,
         checked=sum(each.checked for each in searches),
+        priced=tuple(chain.from_iterable(each.priced for each in searches)),
         least_s=min((each.step_time_s for each in best), default=inf),
     )
 

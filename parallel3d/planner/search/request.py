@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 from parallel3d.config.recipe import ParallelConfig, Recompute
 from parallel3d.config.sharding_strategies import Cadence, ShardingName
@@ -168,6 +168,17 @@ class Strategy:
         return RunLength(days=hours / 24, gpu_hours=hours * gpus, price=price)
 
 
+class Candidate(NamedTuple):
+    """A layout, its step time (infinite if not computed), and the memory of its worst rank.
+
+    If the memory exceeds the limit, it may be that of another rank above the limit.
+    """
+
+    parallel: ParallelConfig
+    step_time_s: float
+    bytes: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rejected:
     """A tp x pp that does not fit, with its layout that needs the least memory."""
@@ -182,11 +193,13 @@ class PlanResult:
     """Result of a search.
 
     `strategies` are best first. `rejected` has tp x pp that do not fit, nearest to fitting first.
-    `checked` counts the layouts whose memory was computed. `least_s` is the smallest closed-form
-    step time of the layouts that fit, or infinite.
+    `checked` counts the layouts whose memory was computed. `priced` has those whose step time was
+    also computed, by the closed form. `least_s` is the smallest closed-form step time of the
+    layouts that fit, or infinite.
     """
 
     strategies: tuple[Strategy, ...]
     rejected: tuple[Rejected, ...]
     checked: int
+    priced: tuple[Candidate, ...]
     least_s: float

@@ -192,6 +192,20 @@ def _stage_counts(request: PlanRequest, name: ScheduleName, pp: int) -> Sequence
     return [count for count in counts if layers % (pp * count) == 0] or counts[:7]
 
 
+def count_layouts(request: PlanRequest) -> int:
+    """Counts the layouts of the search space."""
+    found = 0
+    for (_, pp), own in families(request).items():
+        ways = 0
+        for family in own:
+            for way in data_axis_splits(request, family):
+                ways += 1
+                if per_microbatch_variant(request, way) is not None:
+                    ways += 1
+        found += ways * len(recompute_choices(request, pp))
+    return found
+
+
 def recompute_choices(request: PlanRequest, pp: int) -> list[RecomputeChoice]:
     """Returns the allowed kinds of recompute from the least to the most recomputation.
 

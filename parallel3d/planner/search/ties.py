@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from parallel3d.planner.search.request import PlanRequest, Strategy
-from parallel3d.planner.search.tp_pp_search import Candidate
+from parallel3d.planner.search.request import Candidate, PlanRequest, Strategy
 
 # At least a quarter of the pairs of published layouts within 5% of each other are predicted in the
 # wrong order (docs/explanation/planner.md).

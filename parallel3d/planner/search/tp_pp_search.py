@@ -20,7 +20,7 @@ from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.memory.estimate import RankEstimate
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.planned_run import varied
-from parallel3d.planner.search.request import PlanRequest
+from parallel3d.planner.search.request import Candidate, PlanRequest
 from parallel3d.planner.search.space import (
     RecomputeChoice,
     data_axis_splits,
@@ -36,14 +36,6 @@ from parallel3d.planner.time.step import (
     step_cost,
 )
 from parallel3d.schedules.registry import schedule_traits
-
-
-class Candidate(NamedTuple):
-    """A layout, its step time (infinite if not computed), and the memory of its worst rank."""
-
-    parallel: ParallelConfig
-    step_time_s: float
-    bytes: float
 
 
 @dataclass
@@ -75,8 +67,8 @@ class _Waiting(NamedTuple):
 class TpPpSearch:
     """Searches the layouts of one tp x pp.
 
-    `checked` counts the layouts whose memory was computed. `is_cut_short` is True if `fastest`
-    stopped at `within_s` with layouts left.
+    `checked` counts the layouts whose memory was computed. `priced` has those of `fastest`, also if
+    they do not fit. `is_cut_short` is True if `fastest` stopped at `within_s` with layouts left.
     """
 
     def __init__(
@@ -91,6 +83,7 @@ class TpPpSearch:
         self.tp = tp
         self.pp = pp
         self.checked = 0
+        self.priced: list[Candidate] = []
         self.is_cut_short = False
         self._request = request
         self._families = [_Family(parallel, CostCache(blocks)) for parallel in families]
@@ -137,8 +130,10 @@ class TpPpSearch:
                     usable = self._request.usable_bytes
                     run = self._request.planned_run(recompute.of(layout))
                     bytes_ = worst_rank(run, enough=usable).total
+                    priced = Candidate(layout, least_s, bytes_)
+                    self.priced.append(priced)
                     if bytes_ <= usable:
-                        yield Candidate(layout, least_s, bytes_)
+                        yield priced
                     else:
                         self._push_less_memory(family, layout, recompute)
 
