@@ -25,6 +25,7 @@ from parallel3d.tools.aliases.layout import read_layout
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply
 from parallel3d.tools.plan.emit import emit, launch_file, recipe_of_plan
 from parallel3d.tools.plan.hardware import larger_devices
+from parallel3d.tools.plan.html import check_page, plan_page
 from parallel3d.tools.plan.inputs import ParsedRequest, read_fixed, read_request
 from parallel3d.tools.plan.limits import sweep_answer
 from parallel3d.tools.plan.memory import explained
@@ -32,12 +33,13 @@ from parallel3d.tools.plan.mesh import mesh_tree
 from parallel3d.tools.plan.priced import priced_tree
 from parallel3d.tools.plan.score import how_sure, recorded_accuracy
 from parallel3d.tools.plan.timeline import timeline_tree
+from parallel3d.tools.report.page import write_page
 
 _TOP = 10
 # Options that a comparison of devices does not accept, with their defaults.
 _OF_ONE_DEVICE = {
     **dict.fromkeys(
-        ("emit_recipe", "emit_launch", "emit_command", "verify", "why", "explain", "top")
+        ("emit_recipe", "emit_launch", "emit_command", "verify", "why", "explain", "top", "html")
     ),
     "objective": "throughput",
 }
@@ -46,11 +48,15 @@ _OF_ONE_DEVICE = {
 def make_plan(options: argparse.Namespace) -> Plan:
     """Plans a run, verifies the plan if requested, and writes the requested files."""
     launch = launch_file(options)
+    check_page(options.html)
     asked = read_request(options, gpus=options.gpus, fixed=read_fixed(options))
     plan = _plan(options, asked)
     if options.verify:
         plan = _verified(asked, plan)
-    return replace(plan, commands=tuple(emit(options, asked, plan, launch)))
+    plan = replace(plan, commands=tuple(emit(options, asked, plan, launch)))
+    if options.html is not None:
+        write_page(options.html, plan_page(plan, plan_tree(plan)))
+    return plan
 
 
 def answer(options: argparse.Namespace) -> Reply:

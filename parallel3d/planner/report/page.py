@@ -77,27 +77,32 @@ def page(plan: Plan) -> str:
     """Returns the report, ending with a newline. If it exceeds 22 lines, the last ones before the
     commands are omitted."""
     best = plan.best
-    q = plan.request
-    lines = [*header(q), ""]
-    commands = plan.commands
+    lines = [*header(plan.request), ""]
     if best is None:
         rows = _remedies(plan)
     else:
         lines += [*_table(plan), ""]
         rows = _summary(plan, best)
-        trains = q.framework.is_parallel3d and not q.shape.lacks_module
-        option = "--emit-recipe plan.yaml" if trains else "--explain"
-        commands = commands or (f"the same command with {option}",)
     notes = [("note", note) for note in all_notes(plan)]
     lines += labelled([*rows, *_answers(plan), *notes])
     end: list[str] = []
-    for command in commands:
+    for command in next_commands(plan):
         is_script = "\n" in command
         end += [f"next      {command}"] if is_script else wrapped("next", command, " \\")
     room = _MOST_LINES - len(end)
     if len(lines) > room:
         lines = [*lines[: room - 1], "more      --explain"]
     return "".join(f"{line.rstrip()}\n" for line in (*lines, *end))
+
+
+def next_commands(plan: Plan) -> Sequence[str]:
+    """Returns the commands to run next. Without a layout that fits, there are none."""
+    q = plan.request
+    trains = q.framework.is_parallel3d and not q.shape.lacks_module
+    option = "--emit-recipe plan.yaml" if trains else "--explain"
+    if plan.best is None or plan.commands:
+        return plan.commands
+    return [f"the same command with {option}"]
 
 
 def labelled(rows: Iterable[tuple[str, str]]) -> Iterator[str]:
