@@ -16,9 +16,9 @@ from parallel3d.planner.report.page import (
     next_commands,
     three_digits,
 )
+from parallel3d.planner.report.timeline import drawn_timeline
 from parallel3d.timeline.draw import SVG_STYLE, draw_svg
 from parallel3d.tools.plan.score import how_sure
-from parallel3d.tools.plan.timeline import drawn_timeline
 from parallel3d.tools.report.page import Number, is_page, page, table
 
 _FOLDER = Path(__file__).parent
@@ -79,10 +79,11 @@ def _body(plan: Plan, tree: Mapping[str, Any]) -> Iterator[str]:
         yield '<h2>Mesh</h2><div id="mesh"></div>'
         timeline = drawn_timeline(best)
         if timeline is not None:
-            count = f"{tree['timeline']['microbatches']} of {best.run.layout.microbatches}"
-            yield f"<h2>Pipeline</h2><p>Simulated with {count} microbatches of a step.</p>"
-            yield '<div class="scroll card" tabindex="0" role="region" aria-label="Pipeline">'
-            yield f"{draw_svg(timeline)}</div>"
+            found = tree["timeline"]
+            count = f"{found['microbatches']} of {best.run.layout.microbatches} microbatches"
+            took = f"{three_digits(found['makespan_s'])} s, bubble {found['bubble_fraction']:.1%}"
+            yield f"<h2>Pipeline</h2><figure><figcaption>{timeline.name}, {count}: {took}"
+            yield f"</figcaption>{draw_svg(timeline)}</figure>"
     if tree["rejected"]:
         rows = []
         for each in tree["rejected"]:

@@ -24,8 +24,8 @@
   // The selected layout, and the chart of all layouts.
   const rows = data.priced.layouts.map((row, index) => ({ ...row, index, shown: true })).sort((one, other) => one[x] - other[x]);
   const memory = rows.map(row => row[x]), usable = data.input.usable_gib;
-  const kinds = { fits: "c1", "in the table": "c8", "does not fit": "faint", selected: "c10" };
-  const marks = [{ x: usable, kind: "bad" }, { kind: "c10" }];
+  const kinds = { fits: "c1", "in the table": "c8", "does not fit": "faint", selected: "text" };
+  const marks = [{ x: usable, kind: "bad" }, { kind: "text" }];
   const columns = Object.keys(kinds).map(() => rows.map(() => null));
   const kindOf = row => row.index < data.strategies.length ? 1 : row.fits ? 0 : 2;
   const valueOf = (row, key) => row.parallel[key] ?? (key === "recompute" ? "none" : 1);
@@ -81,7 +81,7 @@
   chart = look.chart(figure, {
     label: "Memory and speed of priced layouts",
     xLabel: "GiB", height: 400, points: true,
-    xRange: (plot, min, max) => max - min < high - low ? [min, max] : [low - margin, high + margin],
+    xRange: [low - margin, high + margin],
     marks,
     series: Object.entries(kinds).map(([name, color], kind) => ({ name, color, x: memory, y: columns[kind] })),
     onCursor: () => {
@@ -136,30 +136,22 @@
     line.append(make("td", { "data-label": "layout" }, button));
   });
 
-  function svg(tag, attributes, text = "") {
+  function svg(tag, attributes, ...children) {
     const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
     Object.entries(attributes).forEach(pair => element.setAttribute(...pair));
-    element.append(text);
+    element.append(...children);
     return element;
   }
   // Draws the nodes of ranks that exchange data over an axis.
-  function strip(axis, mesh) {
-    const per = Math.min(mesh.gpus_per_node, data.input.gpus);
+  function nodes(axis, per) {
     const ranks = Array.from({ length: axis.size }, (_, index) => index * axis.stride);
-    const nodes = [...new Set(ranks.map(rank => Math.floor(rank / per)))];
-    const shown = nodes.slice(0, Math.max(1, Math.min(8, Math.floor(64 / per))));
-    const wide = per * 13 + 5, step = wide + 10;
-    const picture = svg("svg", { width: shown.length * step, height: 38, role: "img", "aria-label": `Ranks ${ranks.slice(0, 4)} ... on ${nodes.length} nodes` });
-    shown.forEach((node, at) => {
-      picture.append(svg("rect", { class: "node", x: at * step + 1, y: 1, width: wide, height: 20, rx: 4 }));
-      for (let gpu = 0; gpu < per; gpu++) {
-        const own = ranks.includes(node * per + gpu) ? "own" : "";
-        picture.append(svg("rect", { class: `gpu ${own}`, x: at * step + 5 + gpu * 13, y: 6, width: 10, height: 10, rx: 2 }));
-      }
-      picture.append(svg("text", { x: at * step + 2, y: 35 }, `node ${node}`));
-    });
-    const more = nodes.length - shown.length;
-    return make("div", { class: "scroll" }, picture, more ? `and ${more} more nodes` : "");
+    const all = [...new Set(ranks.map(rank => Math.floor(rank / per)))], shown = all.slice(0, 8), wide = per * 13 + 5;
+    const pictures = shown.map(node => svg("svg", { width: wide, viewBox: `0 0 ${wide} 38` },
+      svg("rect", { class: "node", x: 1, y: 1, width: wide - 2, height: 20, rx: 4 }),
+      svg("text", { x: 1, y: 35 }, `node ${node}`),
+      ...Array.from({ length: per }, (_, gpu) => svg("rect", { class: ranks.includes(node * per + gpu) ? "own" : "gpu", x: 4 + gpu * 13, y: 6, width: 10, height: 10, rx: 2 }))));
+    const label = `Ranks ${ranks.slice(0, 4)} ... on ${all.length} nodes`;
+    return make("div", { class: "nodes", role: "img", "aria-label": label }, ...pictures, all.length > 8 ? `and ${all.length - 8} more` : "");
   }
   if (best) {
     const { node_gb_per_s: inside, network_gb_per_s: between } = data.input.hardware, mesh = find("mesh");
@@ -167,7 +159,7 @@
     for (const axis of data.mesh.axes.filter(axis => axis.size > 1)) {
       const link = axis.nodes === 1 ? `within a node, links of ${inside} GB/s` : `across ${axis.nodes} nodes, links of ${between} GB/s`;
       mesh.append(make("section", { class: "card axis" }, make("h3", {}, `${axis.axis} ${axis.size}`),
-        make("span", { class: "faint" }, link), make("b", {}, `${show(axis.sent_gib)} GiB`), strip(axis, data.mesh)));
+        make("span", { class: "faint" }, link), make("b", {}, `${show(axis.sent_gib)} GiB`), nodes(axis, Math.min(data.mesh.gpus_per_node, data.input.gpus))));
     }
   }
 })();

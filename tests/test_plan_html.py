@@ -1,0 +1,143 @@
+"""`parallel3d-plan --html`: the page has the numbers of --json, and text does no harm in it."""
+
+from __future__ import annotations
+
+import json
+import re
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel3d.tools.plan import command
+from tests.plan_json import Said, plan_json
+
+PIPELINE = "--model llama3-70b --gpu h100 --gpus 64 --seq-len 8192 --global-batch 128 --fix pp=4"
+EXPERTS = "--model mixtral-8x7b --gpu h100 --gpus 64 --seq-len 4096 --global-batch 512"
+TOO_LARGE = "--model llama3-70b --gpu h100 --gpus 8 --seq-len 8192 --global-batch 512"
+PLANS = (
+    PIPELINE,
+    EXPERTS,
+    TOO_LARGE,
+    "--model llama3-8b --gpu h100 --gpus 64 --seq-len 8192 --global-batch 512 --tokens 2T",
+    "--model llama3-8b --gpu h100 --gpus 32 --seq-len 65536 --global-batch 64 --fix cp=4",
+    "--model gpt2-large --gpu a100 --gpus 16 --seq-len 1024 --global-batch 256 --price 2",
+    "--model llama3-8b --gpu h800 --gpus 32 --seq-len 8192 --global-batch 64 --schedule zb_v",
+    "--model llama3-8b --gpu a100 --gpus 8 --seq-len 4096 --global-batch 8 --objective memory",
+    "--model llama3-70b --framework torchtitan --cluster dgx-h100-superpod --gpus 128 "
+    "--seq-len 8192 --global-batch 256",
+    "--model quickstart --gpu cpu",
+)
+LARGE = "--gpu-memory 400GB"
+EVIL = ("<script>alert(1)</script>", '"><img src=x onerror=alert(1)>')
+_DATA = re.compile(r'<script type="application/json" id="data">(.*?)</script>', re.DOTALL)
+
+
+def page_data(file: Path) -> dict[str, Any]:
+    (data,) = _DATA.findall(file.read_text())
+    found: dict[str, Any] = json.loads(data)
+    return found
+
+
+def evil_model(folder: Path) -> Path:
+    """Writes the config.json of a small model as a file with an evil name."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 512,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "intermediate_size": 2048,
+        "vocab_size": 32000,
+    }
+    name = "".join(EVIL).replace("/", "|")
+    file = folder / f"{name}.json"
+    file.write_text(json.dumps(config))
+    return file
+
+
+@pytest.mark.parametrize("arguments", PLANS)
+def test_a_page_has_the_numbers_of_json(arguments: str, tmp_path: Path, capsys: Said) -> None:
+    file = tmp_path / "plan.html"
+    status = 3 if arguments == TOO_LARGE else 0
+    said = plan_json(f"{arguments} --html {file}", capsys, status=status)
+    assert page_data(file) == said
+    html = file.read_text()
+    cells = [float(value) for value in re.findall(r'data-value="(.*?)"', html)]
+    for each in said["strategies"]:
+        at = cells.index(each["memory_gib"]["total"])
+        speed = [each["tokens_per_s_per_gpu"], each["mfu"], each["step_time_s"]]
+        assert cells[at + 1 : at + 4] == speed
+    for each in said["rejected"]:
+        assert each["short_gib"] in cells
+        assert each["reason"] in unescape(html)
+    best = said["strategies"][0]["parallel"] if status == 0 else {"pp": 1}
+    assert html.count("<svg") == (best["pp"] > 1)
+    assert (said["timeline"] is None) == (best["pp"] == 1)
+    layouts = said["priced"]["layouts"]
+    assert len(layouts) == said["priced"]["count"] <= said["priced"]["of"]
+    for strategy, layout in zip(said["strategies"], layouts, strict=False):
+        assert layout["parallel"].items() <= strategy["parallel"].items()
+        assert layout["tokens_per_s_per_gpu"] == strategy["tokens_per_s_per_gpu"]
+        assert layout["memory_gib"] == strategy["memory_gib"]["total"]
+    for layout in layouts:
+        assert layout["fits"] == (layout["memory_gib"] <= said["input"]["usable_gib"])
+
+
+def test_the_mesh_has_the_bytes_of_each_axis(capsys: Said) -> None:
+    """The bytes of Llama 3 70B with at most 21 of 80 layers on a rank, counted by hand."""
+    fixed = "tp=4 dp_replicate=2 dp_shard=2 microbatch_size=1 recompute=none gather=microbatch"
+    said = plan_json(f"{PIPELINE} {fixed} reduce=step --schedule 1f1b {LARGE}", capsys)
+    axes = {each["axis"]: each for each in said["mesh"]["axes"]}
+    sent = {axis: each["sent_gib"] * 2**30 for axis, each in axes.items()}
+    assert said["mesh"]["nodes"] == 8
+    assert (axes["tp"]["ranks_per_node"], axes["tp"]["nodes"]) == (4, 1)
+    assert (axes["pp"]["stride"], axes["pp"]["nodes"]) == (16, 4)
+    hidden = 2 * 8192 * 8192
+    microbatches = 32
+    # Two all-gathers and two reduce-scatters in each pass of a block.
+    assert sent["tp"] == pytest.approx(2 * 4 * 3 / 4 * hidden * 21 * microbatches)
+    # Middle stages send a quarter of the hidden states, forward and backward.
+    assert sent["pp"] == pytest.approx(2 * hidden / 4 * microbatches)
+    block = 2 * 8192 * 8192 + 2 * 8192 * 1024 + 3 * 8192 * 28672
+    parameters = (21 * block + 2 * 128256 * 8192) / 4
+    # Each of 2 ranks sends half of the parameters twice per microbatch, and of the gradients once.
+    gathers = 2 * microbatches * 2 * parameters / 2
+    assert sent["dp_shard"] == pytest.approx(gathers + 4 * parameters / 2, rel=1e-3)
+    # An all-reduce of half of the gradients between two replicas.
+    assert sent["dp_replicate"] == pytest.approx(4 * parameters / 2, rel=1e-3)
+    assert sent["cp"] == 0
+
+
+def test_experts_exchange_their_tokens(capsys: Said) -> None:
+    fixed = "--fix ep=8 tp=1 pp=1 microbatch_size=2 recompute=none"
+    said = plan_json(f"{EXPERTS} {fixed} {LARGE}", capsys)
+    axes = {each["axis"]: each for each in said["mesh"]["axes"]}
+    # Two copies of each token, there and back in both passes of 32 blocks and 4 microbatches.
+    copies = 2 * 4 * 32 * 4 * 2 * 4096
+    assert axes["ep"]["sent_gib"] * 2**30 == pytest.approx(7 / 8 * copies * 2 * 4096)
+
+
+def test_names_are_only_text(tmp_path: Path) -> None:
+    file = tmp_path / "plan.html"
+    words = ["--model", str(evil_model(tmp_path)), "--gpu", "cpu", "--gpus", "2"]
+    words += ["--seq-len", "128", "--global-batch", "8", "--html", str(file)]
+    assert command.main(words) == 0
+    html = file.read_text()
+    assert "<script>alert" not in html
+    assert "<img" not in html
+    assert "<script>alert" in page_data(file)["input"]["model"]["name"]
+
+
+def test_only_an_earlier_page_is_replaced(tmp_path: Path, capsys: Said) -> None:
+    page = tmp_path / "plan.html"
+    words = ["--model", "quickstart", "--gpu", "cpu", "--html"]
+    assert command.main([*words, str(page)]) == 0
+    assert command.main([*words, str(page)]) == 0
+    page.write_text("mine")
+    recipe = tmp_path / "plan.yaml"
+    for path in (page, tmp_path, Path("/dev/null")):
+        assert command.main([*words, str(path), "--emit-recipe", str(recipe)]) == 2
+        assert f"--html {path}: exists already" in capsys.readouterr().err
+    assert not recipe.exists()
+    assert page.read_text() == "mine"
