@@ -1,4 +1,4 @@
-"""A plan as an HTML page with the numbers of --json. `plan.js` draws the charts."""
+"""Writes a plan as HTML, with the numbers of --json. `plan.js` draws the charts."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _AXES = ("tp", "pp", "virtual_stages", "cp", "ep", "dp_shard", "dp_replicate", "
 
 
 def check_page(path: Path | None) -> None:
-    """Raises ConfigError if the path of --html has something else than such a page."""
+    """Raises ConfigError if the path of --html exists and is not an HTML report."""
     if path is not None and path.exists() and not is_page(path):
         raise ConfigError(f"--html {path}: exists already and is not a report; try another path")
 
 
 def plan_page(plan: Plan, tree: Mapping[str, Any]) -> str:
-    """Returns the page of a plan. `tree` is the object of --json."""
+    """Returns the HTML of a plan. `tree` is the object of --json."""
     q = plan.request
     title = f"{q.shape.name} on {q.gpus} x {q.cluster.device.name}"
     body = "\n".join([f"<h1>{escape(title)}</h1>", *_body(plan, tree)])

@@ -34,7 +34,7 @@
 
   const title = make("h3"), facts = make("p", { role: "status" }), section = make("pre");
   const copy = make("button", { type: "button" }, "Copy");
-  const figure = make("figure", {}, make("figcaption", {}, "Speed by memory; the line is the usable memory"));
+  const figure = make("figure", {}, make("figcaption", {}, "tokens/s per GPU by GiB of memory, with a red line at the usable memory"));
   const filters = make("div", { class: "tools" }), count = make("span", { class: "faint", role: "status" });
   const usage = "Click a layout or use the arrow keys to see its section of a recipe. 0 shows all.";
   const hint = make("p", { class: "faint hint" }, usage);

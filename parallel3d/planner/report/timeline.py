@@ -15,7 +15,7 @@ _MOST_ACTIONS = 2500
 
 def drawn_timeline(best: Strategy) -> Timeline | None:
     """Simulates the pipeline with as many microbatches as can be drawn, or returns None if there is
-    no pipeline or no room."""
+    no pipeline, or if even pp microbatches are too many."""
     layout = best.run.layout
     microbatches = layout.microbatches
     most = _MOST_ACTIONS // (2 * layout.stages)

@@ -281,7 +281,7 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
 
 
 def passes(run: PlannedRun) -> float:
-    """Returns how often a microbatch repeats a block's tp and ep communication of the forward pass.
+    """Returns the number of times that a microbatch runs a block's tp and ep communication.
 
     A recomputed block repeats its last collective, although its output is unused.
     """
