@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,10 @@ def test_keys_go_through_layouts_and_show_their_section(browser: Any, folder: Pa
     page.page.locator("#priced .chart").focus()
     page.page.keyboard.press("ArrowRight")
     section = shown(page)
-    memory = {}
-    for index, each in enumerate(data["priced"]["layouts"]):
-        memory[index] = each["memory_gib"]
-        if each["parallel"] == section:
-            found = index
-    order = sorted(memory, key=lambda index: memory[index])
-    assert order.index(found) == order.index(0) + 1
+    order = sorted(data["priced"]["layouts"], key=itemgetter("memory_gib"))
+    layouts = [each["parallel"] for each in order]
+    first = data["priced"]["layouts"][0]["parallel"]
+    assert layouts.index(section) == layouts.index(first) + 1
     page.page.keyboard.press("Enter")
     assert page.js("document.activeElement.textContent") == "Copy"
     page.page.keyboard.press("Enter")
@@ -80,11 +78,8 @@ def test_layouts_are_filtered_by_axis_and_clicked(browser: Any, folder: Path) ->
     page.page.get_by_role("combobox", name="tp").focus()
     page.page.keyboard.type("8")
     wanted = [each for each in layouts if each["parallel"].get("tp") == 8]
-    assert 0 < len(wanted) < len(layouts)
-    count = f"{len(wanted)} of {len(layouts)} layouts"
-    assert count in page.page.locator("#priced .tools").inner_text()
-    points = "look.charts[0].plot.data.slice(1, 4).flat()"
-    assert page.js(f"{points}.filter(y => y !== null).length") == len(wanted)
+    filters = page.page.locator("#priced .tools").inner_text()
+    assert f"{len(wanted)} of {len(layouts)} layouts" in filters
     target = [each for each in wanted if each["fits"]][-1]
     x = page.js(f"look.charts[0].plot.valToPos({target['memory_gib']}, 'x')")
     y = page.js(f"look.charts[0].plot.valToPos({target['tokens_per_s_per_gpu']}, 'y')")
@@ -92,15 +87,10 @@ def test_layouts_are_filtered_by_axis_and_clicked(browser: Any, folder: Path) ->
     assert shown(page) == target["parallel"]
 
 
-def test_the_table_sorts_filters_and_shows_layouts(browser: Any, folder: Path) -> None:
+def test_the_table_shows_layouts_after_sorting(browser: Any, folder: Path) -> None:
     strategies = page_data(folder / "experts.html")["strategies"]
     page = Page(browser, folder / "experts.html")
-    rows = page.page.locator("table").first.locator("tbody tr:visible")
-    assert rows.count() == len(strategies)
     page.page.get_by_role("button", name="GiB", exact=True).first.press("Enter")
     least = min(strategies, key=lambda each: float(each["memory_gib"]["total"]))
-    rows.first.get_by_role("button").press("Enter")
+    page.page.locator("tbody button").first.press("Enter")
     assert shown(page).items() <= least["parallel"].items()
-    page.page.get_by_label("Filter").first.fill("every_n")
-    kinds = [each["parallel"]["recompute"] for each in strategies]
-    assert rows.count() == kinds.count("every_n") > 0

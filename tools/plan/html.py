@@ -45,7 +45,8 @@ def plan_page(plan: Plan, tree: Mapping[str, Any]) -> str:
     q = plan.request
     title = f"{q.shape.name} on {q.gpus} x {q.cluster.device.name}"
     body = "\n".join([f"<h1>{escape(title)}</h1>", *_body(plan, tree)])
-    style, script = ((_FOLDER / name).read_text() for name in ("plan.css", "plan.js"))
+    style = (_FOLDER / "plan.css").read_text()
+    script = (_FOLDER / "plan.js").read_text()
     return page(f"Plan: {title}", body, tree, scripts=[script], styles=[SVG_STYLE, style])
 
 
