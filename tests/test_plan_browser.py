@@ -12,8 +12,20 @@ import yaml
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.tools.plan import command
-from tests.browser import NARROW, WIDE, Page, browser
-from tests.test_plan_html import EXPERTS, PIPELINE, TOO_LARGE, evil_model, page_data
+from tests.browser import (
+    NARROW,
+    WIDE,
+    Page,
+    browser,
+)
+from tests.test_plan_html import (
+    EVIL,
+    EXPERTS,
+    PIPELINE,
+    TOO_LARGE,
+    evil_model,
+    page_data,
+)
 
 __all__ = ["browser"]  # A fixture.
 
@@ -43,7 +55,15 @@ def shown(page: Page) -> dict[str, Any]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("viewport", [NARROW, WIDE], ids=["390", "1200"])
-@pytest.mark.parametrize("name", ["pipeline", "experts", "too-large", "evil"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "pipeline",
+        "experts",
+        "too-large",
+        "evil",
+    ],
+)
 def test_a_page_is_drawn_and_nothing_is_wrong(
     browser: Any, folder: Path, name: str, viewport: Any, scheme: Any
 ) -> None:
@@ -52,6 +72,13 @@ def test_a_page_is_drawn_and_nothing_is_wrong(
     assert page.widest() <= viewport["width"]
     assert page.axe() == []
     assert page.problems == []
+
+
+def test_names_are_only_text(folder: Path) -> None:
+    html = (folder / "evil.html").read_text()
+    assert "<script>alert" not in html
+    assert "<img" not in html
+    assert EVIL[1] in page_data(folder / "evil.html")["input"]["model"]["name"]
 
 
 def test_keys_go_through_layouts_and_show_their_section(browser: Any, folder: Path) -> None:
@@ -81,9 +108,13 @@ def test_layouts_are_filtered_by_axis_and_clicked(browser: Any, folder: Path) ->
     filters = page.page.locator("#priced .tools").inner_text()
     assert f"{len(wanted)} of {len(layouts)} layouts" in filters
     target = [each for each in wanted if each["fits"]][-1]
-    x = page.js(f"look.charts[0].plot.valToPos({target['memory_gib']}, 'x')")
-    y = page.js(f"look.charts[0].plot.valToPos({target['tokens_per_s_per_gpu']}, 'y')")
-    page.page.locator("#priced .u-over").click(position={"x": x, "y": y})
+    memory = target["memory_gib"]
+    speed = target["tokens_per_s_per_gpu"]
+    place = {
+        "x": page.js(f"look.charts[0].plot.valToPos({memory}, 'x')"),
+        "y": page.js(f"look.charts[0].plot.valToPos({speed}, 'y')"),
+    }
+    page.page.locator("#priced .u-over").click(position=place)
     assert shown(page) == target["parallel"]
 
 

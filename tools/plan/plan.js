@@ -1,5 +1,5 @@
 "use strict";
-// Draws memory and time by cause, the priced layouts, and the mesh.
+// Draws memory and time by cause, priced layouts and the mesh.
 (() => {
 	const { data, make, show } = look;
 	const find = id => document.getElementById(id);
@@ -22,21 +22,20 @@
 		bars("Time of a step", best.time_s, "s");
 	}
 
-	// The selected layout, and the chart of all layouts.
 	const rows = data.priced.layouts.map((row, index) => ({ ...row, index, shown: true })).sort(by(x));
 	const memory = rows.map(row => row[x]), usable = data.input.usable_gib;
 	const kinds = { fits: "c1", "in the table": "c8", "does not fit": "faint", selected: "text" };
 	const marks = [{ x: usable, kind: "bad" }, { kind: "text" }];
-	const columns = Object.keys(kinds).map(() => rows.map(() => null));
+	const columns = [[], [], [], []];
 	const kindOf = row => row.index < data.strategies.length ? 1 : row.fits ? 0 : 2;
-	const valueOf = (row, key) => row.parallel[key] ?? (key === "recompute" ? "none" : 1);
+	const valueOf = (row, key) => String(row.parallel[key] ?? (key === "recompute" ? "none" : 1));
 	const figures = row => `${show(row[x])} GiB, ${show(row[y])} tokens/s per GPU` + (row.fits ? "" : ", does not fit");
 	const lines = (row, sign) => Object.entries(row.parallel).map(([key, value]) => `${key}${sign}${value}`);
 
 	const title = make("h3"), facts = make("p", { role: "status" }), section = make("pre"), copy = make("button", { type: "button" });
-	const figure = make("figure", {}, make("figcaption", {}, "tokens/s per GPU by GiB of memory, with a red line at the usable memory"));
+	const figure = make("figure", {}, make("figcaption", {}, "tokens/s per GPU by GiB of memory; red: usable memory"));
 	const filters = make("div", { class: "tools" }), count = make("span", { class: "faint", role: "status" });
-	const usage = "Click a layout or use the arrow keys to see its section of a recipe. 0 shows all.";
+	const usage = "Click or use the arrow keys to see a layout's section of a recipe. 0 shows all.";
 	const hint = make("p", { class: "faint hint" }, usage);
 	find("priced").append(figure, make("section", { class: "card", id: "layout" }, title, facts, section, copy));
 	figure.append(filters);
@@ -55,7 +54,7 @@
 	function select(row) {
 		selected = row;
 		marks[1].x = row[x];
-		title.textContent = row.index ? "Selected layout" : best ? "Recommended layout" : "Nearest layout";
+		title.textContent = `${row.index ? "Selected" : best ? "Recommended" : "Nearest"} layout`;
 		facts.textContent = figures(row);
 		section.textContent = ["parallel:", ...lines(row, ": ")].join("\n  ");
 		copy.textContent = "Copy";
@@ -64,10 +63,10 @@
 
 	const selects = {};
 	for (const key of ["tp", "pp", "virtual_stages", "cp", "ep", "dp_shard", "dp_replicate", "microbatch_size", "recompute", "sharding"]) {
-		const values = [...new Set(rows.map(row => valueOf(row, key)))].sort((one, other) => one > other ? 1 : -1);
+		const values = [...new Set(rows.map(row => valueOf(row, key)))].sort((one, other) => one - other || 0);
 		if (values.length < 2) continue;
-		const choice = make("select", {}, make("option", { value: "" }, "any"), ...values.map(value => make("option", {}, String(value))));
-		selects[key] = row => !choice.value || choice.value === String(valueOf(row, key));
+		const choice = make("select", {}, make("option", { value: "" }, "any"), ...values.map(value => make("option", {}, value)));
+		selects[key] = row => !choice.value || choice.value === valueOf(row, key);
 		choice.addEventListener("change", () => {
 			visible = rows.filter(row => row.shown = Object.values(selects).every(matches => matches(row)));
 			draw();
@@ -79,10 +78,8 @@
 
 	const low = Math.min(memory[0], usable), high = Math.max(memory.at(-1), usable), margin = (high - low || 1) / 99;
 	chart = look.chart(figure, {
-		label: "Memory and speed of priced layouts",
-		xLabel: "GiB", height: 400, points: true,
-		xRange: () => [low - margin, high + margin],
-		marks,
+		label: "Priced layouts", xLabel: "GiB", height: 400, points: true,
+		xRange: () => [low - margin, high + margin], marks,
 		series: Object.entries(kinds).map(([name, color], kind) => ({ name, color, x: memory, y: columns[kind] })),
 		onCursor: () => {
 			const row = chart && nearest();
@@ -98,7 +95,7 @@
 	// Returns the visible layout within 25 pixels of the cursor.
 	function nearest() {
 		const { plot } = chart, { left, top } = plot.cursor;
-		let found = null, least = 25;
+		let found, least = 25;
 		for (const row of visible) {
 			const far = Math.hypot(plot.valToPos(row[x], "x") - left, plot.valToPos(row[y], "y") - top);
 			if (far < least) [found, least] = [row, far];
@@ -150,14 +147,13 @@
 			svg("rect", { class: "node", x: 1, y: 1, width: wide - 2, height: 20, rx: 4 }),
 			svg("text", { x: 1, y: 35 }, `node ${node}`),
 			...Array.from({ length: per }, (_, gpu) => svg("rect", { class: ranks.includes(node * per + gpu) ? "own" : "gpu", x: 4 + gpu * 13, y: 6, width: 10, height: 10, rx: 2 }))));
-		const label = `${axis.size} ranks, ${all.length} nodes`;
-		return make("div", { class: "nodes", role: "img", "aria-label": label }, ...pictures, all.length > 8 ? `and ${all.length - 8} more` : "");
+		return make("div", { class: "nodes", role: "img", "aria-label": `${axis.size} ranks, ${all.length} nodes` }, ...pictures, all.length > 8 ? `and ${all.length - 8} more` : "");
 	}
 	if (best) {
-		const { node_gb_per_s: inside, network_gb_per_s: between } = data.input.hardware, mesh = find("mesh");
+		const links = data.input.hardware, mesh = find("mesh");
 		mesh.append(make("p", {}, "The marked ranks exchange data with rank 0. Bytes per step are those of the GPU that sends most."));
 		for (const axis of data.mesh.axes.filter(axis => axis.size > 1)) {
-			const link = axis.nodes === 1 ? `within a node, ${inside} GB/s` : `across ${axis.nodes} nodes, ${between} GB/s`;
+			const link = axis.nodes === 1 ? `within a node, ${links.node_gb_per_s} GB/s` : `across ${axis.nodes} nodes, ${links.network_gb_per_s} GB/s`;
 			mesh.append(make("section", { class: "card axis" }, make("h3", {}, `${axis.axis} ${axis.size}`),
 				make("span", { class: "faint" }, link), make("b", {}, `${show(axis.sent_gib)} GiB`), nodes(axis, Math.min(data.mesh.gpus_per_node, data.input.gpus))));
 		}
