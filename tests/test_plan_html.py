@@ -130,5 +130,7 @@ def test_only_an_earlier_page_is_replaced(tmp_path: Path, capsys: Said) -> None:
     for path in (page, tmp_path, Path("/dev/null")):
         assert command.main([*words, str(path), "--emit-recipe", str(recipe)]) == 2
         assert f"--html {path}: exists already" in capsys.readouterr().err
+    assert command.main([*words, "/nowhere/plan.html", "--emit-recipe", str(recipe)]) == 2
+    assert "--html /nowhere/plan.html: cannot be written" in capsys.readouterr().err
     assert not recipe.exists()
     assert page.read_text() == "mine"

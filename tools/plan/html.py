@@ -18,6 +18,7 @@ from parallel3d.planner.report.page import (
 )
 from parallel3d.planner.report.timeline import drawn_timeline
 from parallel3d.timeline.draw import SVG_STYLE, draw_svg
+from parallel3d.tools.cli_output import check_free
 from parallel3d.tools.plan.score import how_sure
 from parallel3d.tools.report.page import Number, is_page, page, table
 
@@ -35,9 +36,12 @@ _AXES = ("tp", "pp", "virtual_stages", "cp", "ep", "dp_shard", "dp_replicate", "
 
 
 def check_page(path: Path | None) -> None:
-    """Raises ConfigError if the path of --html exists and is not an HTML report."""
-    if path is not None and path.exists() and not is_page(path):
+    """Raises ConfigError if the path of --html cannot be created and is not an HTML report."""
+    if path is None or is_page(path):
+        return
+    if path.exists():
         raise ConfigError(f"--html {path}: exists already and is not a report; try another path")
+    check_free("--html", path)
 
 
 def plan_page(plan: Plan, tree: Mapping[str, Any]) -> str:
