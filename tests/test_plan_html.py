@@ -109,6 +109,20 @@ def test_the_mesh_has_the_bytes_of_each_axis(capsys: Said) -> None:
     assert sent["dp_replicate"] == pytest.approx(reductions, rel=1e-3)
 
 
+def test_cp_reduces_gradients_without_data_parallelism(capsys: Said) -> None:
+    said = plan_json(f"{PLANS[4]} tp=8 dp_shard=1 sharding=NO_SHARD {LARGE}", capsys)
+    sent = {each["axis"]: each["sent_gib"] for each in said["mesh"]["axes"]}
+    assert sent["dp_shard"] == sent["dp_replicate"] == 0
+    gradients = 4 * 8.03e9 / 8
+    keys_and_values = 2 * 2 * 65536 * 128
+    microbatches = 64
+    # An all-reduce of gradients, and 3 all-gathers in each of 32 blocks, all over 4 ranks.
+    blocks = 32 * microbatches
+    whole = 2 * gradients + 3 * blocks * keys_and_values
+    expected = 3 / 4 * whole
+    assert sent["cp"] * 2**30 == pytest.approx(expected, rel=1e-3)
+
+
 def test_experts_exchange_their_tokens(capsys: Said) -> None:
     fixed = "--fix ep=8 tp=1 pp=1 microbatch_size=2 recompute=none"
     said = plan_json(f"{EXPERTS} {fixed} {LARGE}", capsys)

@@ -21,8 +21,9 @@ from parallel3d.planner.time.step import passes
 def sent_bytes(run: PlannedRun) -> dict[str, float]:
     """Returns the bytes by axis that `step_cost` prices, on the pipeline rank that sends most.
 
-    Collectives over dp_shard include cp. The optimizer, the gradients of tied embeddings and
-    offloading are not counted.
+    cp shards and replicates parameters together with dp_shard and dp_replicate. This counts as
+    theirs unless their size is 1. The optimizer, the gradients of tied embeddings and offloading
+    are not counted.
     """
     layout = run.layout
     blocks = layout.microbatches * max(part.layers for part in run.ranks)
@@ -35,7 +36,7 @@ def sent_bytes(run: PlannedRun) -> dict[str, float]:
     link = NodeLink(gb_per_s=1e-9, latency_us=0, efficiency=1, gpus=layout.world_size)
     run = replace(run, cluster=replace(run.cluster, node=link))
     sharded, replicated = all_data_parallel_s(run)
-    return {
+    sent = {
         "pp": messages * hidden_bytes(run) / layout.tp,
         "dp_replicate": replicated,
         "dp_shard": sharded,
@@ -43,3 +44,8 @@ def sent_bytes(run: PlannedRun) -> dict[str, float]:
         "tp": passes(run) * blocks * sum(tp_block_s(run)),
         "ep": passes(run) * 2 * blocks * experts_exchange_s(run),
     }
+    for axis in ("dp_shard", "dp_replicate"):
+        if getattr(layout, axis) == 1:
+            sent["cp"] += sent[axis]
+            sent[axis] = 0.0
+    return sent
