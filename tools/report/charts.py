@@ -111,11 +111,13 @@ def numbers(metrics: Metrics, starts: Sequence[int]) -> Tree:
     for key in _MEDIANS:
         found[key] = np.median(finite[key]) if len(finite[key]) else math.nan
     found["peak_memory_bytes"] = np.fmax.reduce(columns["peak_memory_bytes"])
-    means: dict[str, float] = {}
+    times: dict[str, float] = {}
     for cause in CAUSES:
         if len(finite[cause]):
-            means[cause] = finite[cause].mean()
-    return {**shortened(found), "time_s": shortened(means)}
+            times[cause] = float(np.median(finite[cause]))
+    if "checkpoint" in times:  # Few lines have a save, so their median would be 0.
+        times["checkpoint"] = float(finite["checkpoint"].mean())
+    return {**shortened(found), "time_s": shortened(times)}
 
 
 def shortened(figures: Mapping[str, float]) -> dict[str, float | None]:
