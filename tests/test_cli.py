@@ -6,6 +6,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -185,7 +186,7 @@ def test_under_torchrun_a_failing_rank_says_who_it_is(
     monkeypatch: pytest.MonkeyPatch,
     capsys: Said,
 ) -> None:
-    def fail(recipe: Recipe, rendezvous: Rendezvous) -> None:
+    def fail(recipe: Recipe, rendezvous: Rendezvous, command: Sequence[str]) -> None:
         raise error
 
     monkeypatch.setattr("parallel3d.recipes.work", fail)
