@@ -114,7 +114,12 @@ class RankEstimate:
         moments = [(COMPLETE * len(states.parts), step, "optimizer's step")]
         for backward in self._backwards:
             first, last = self._temporaries(backward)
-            moments += [(backward.before, first, "backward"), (backward.after, last, "backward")]
+            first += self._head_gradient(backward.before)
+            last += self._head_gradient(backward.after)
+            moments += [
+                (backward.before, first, "backward"),
+                (backward.after, last, "backward"),
+            ]
         counts, work, moment = max(moments, key=lambda at: sum(map(mul, at[0], self._each)) + at[1])
         saved, halved, unsharded, unreduced, reduced = self._by_kind(counts)
         logits = counts[-5] * self.microbatch.logits * states.parts[-1].head
@@ -143,6 +148,19 @@ class RankEstimate:
             context=context,
             moment=moment,
         )
+
+    def _head_gradient(self, counts: tuple[int, ...]) -> float:
+        """Returns the bytes of the head's gradient before any weight-gradient half of its stage.
+
+        A loss in chunks makes it in the input-gradient half. Otherwise it is made later, and the
+        logits stay alive.
+        """
+        states = self.states
+        _, halved, _, has_gradients, _ = counts[-5:]
+        is_sharded = states.is_sharded and states.parts[-1].head
+        if has_gradients or self.microbatch.logits or not (halved and is_sharded):
+            return 0.0
+        return max(states.reduce, states.master) * states.ends[-1].numel
 
     def _temporaries(self, backward: Backward) -> tuple[float, float]:
         """Returns the bytes of temporaries in the first and the last operators of a backward pass.
@@ -178,7 +196,9 @@ class RankEstimate:
         others = 1 - 1 / max(part.layers, 1)
         if states.is_sharded:
             others = not backward.has_gradients or states.reduces_each
-        after_one = block + sent * others - microbatch.kept - freed
+        after_one = block + sent * others - microbatch.kept
+        if backward.is_last or self.run.layout.gather_cadence == "microbatch":
+            after_one -= freed
         # Parameters of the next block are all-gathered in advance.
         forward = self.block + max(microbatch.saved + microbatch.forward, self.ahead)
         first = max(forward, block, after_one) - microbatch.kept
