@@ -196,12 +196,19 @@ class RankEstimate:
         others = 1 - 1 / max(part.layers, 1)
         if states.is_sharded:
             others = not backward.has_gradients or states.reduces_each
-        after_one = block + sent * others - microbatch.kept
-        if backward.is_last or self.run.layout.gather_cadence == "microbatch":
+        # Bytes that the last two blocks keep for their backward passes, which free them.
+        layout = self.run.layout
+        stop = states.stages[backward.stage][1] + part.layers
+        kept, kept_before = (
+            microbatch.saved if (stop - back) % layout.recompute_every else microbatch.kept
+            for back in (1, 2)
+        )
+        after_one = block + sent * others - kept_before
+        if backward.is_last or layout.gather_cadence == "microbatch":
             after_one -= freed
         # Parameters of the next block are all-gathered in advance.
         forward = self.block + max(microbatch.saved + microbatch.forward, self.ahead)
-        first = max(forward, block, after_one) - microbatch.kept
+        first = max(forward, block, after_one) - kept
         if part.head:
             if part.embedding and self.run.shape.tied_embeddings:
                 first += end_made
