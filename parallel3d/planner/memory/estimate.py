@@ -216,6 +216,9 @@ class RankEstimate:
             first = max(loss, max(first, end_sent) - microbatch.logits)
         if part.embedding:
             last = max(last, microbatch.embedding, end_made + end_sent)
+        if states.reduces_each and not backward.is_last:
+            # The gradient in flight (`_bytes`) is that of a block, and not of the embedding.
+            last -= states.reduce * max(0, end.padded - states.block.padded)
         return first, last
 
     def _sent(self, backward: Backward, unit: Unit) -> float:
