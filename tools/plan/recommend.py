@@ -14,7 +14,7 @@ from typing import Any
 
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
-from parallel3d.planner.hardware.units import GIB
+from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.report.json import to_json
 from parallel3d.planner.report.page import Plan, all_notes, labelled, page, reasons
 from parallel3d.planner.search.fastest import best_or_rule, one_that_fits, search
@@ -29,7 +29,9 @@ from parallel3d.tools.plan.html import check_page, plan_page
 from parallel3d.tools.plan.inputs import ParsedRequest, read_fixed, read_request
 from parallel3d.tools.plan.limits import sweep_answer
 from parallel3d.tools.plan.memory import explained
+from parallel3d.tools.plan.mesh import mesh_tree
 from parallel3d.tools.plan.score import how_sure, recorded_accuracy
+from parallel3d.tools.plan.timeline import timeline_tree
 from parallel3d.tools.report.page import write_page
 
 _TOP = 10
@@ -83,7 +85,11 @@ def answer(options: argparse.Namespace) -> Reply:
 
 def plan_tree(plan: Plan) -> dict[str, Any]:
     """Returns the plan as the JSON object that --json prints."""
-    return {**to_json(plan), "next": plan.commands}
+    tree = to_json(plan)
+    best = plan.best
+    tree["mesh"] = None if best is None else rounded(mesh_tree(best))
+    tree["timeline"] = None if best is None else rounded(timeline_tree(best))
+    return {**tree, "next": plan.commands}
 
 
 def _explanation(plan: Plan) -> Iterator[str]:

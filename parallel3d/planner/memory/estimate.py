@@ -218,7 +218,8 @@ class RankEstimate:
             last = max(last, microbatch.embedding, end_made + end_sent)
         if states.reduces_each and not backward.is_last:
             # The gradient in flight (`_bytes`) is that of a block, and not of the embedding.
-            last -= states.reduce * max(0, end.padded - states.block.padded)
+            excess = max(0, end.padded - states.block.padded)
+            last -= states.reduce * excess
         return first, last
 
     def _sent(self, backward: Backward, unit: Unit) -> float:

@@ -12,10 +12,8 @@ from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape
-from parallel3d.planner.report.mesh import mesh_tree
 from parallel3d.planner.report.page import MEMORY_KINDS, TIME_KINDS, Plan, layout_text, reasons
 from parallel3d.planner.report.priced import priced_tree
-from parallel3d.planner.report.timeline import timeline_tree
 from parallel3d.planner.search.request import PlanRequest, Rejected, Strategy
 
 _ASKED = (
@@ -55,8 +53,6 @@ def to_json(plan: Plan) -> dict[str, Any]:
             "least_days": plan.least_days,
         },
         "priced": priced_tree(plan),
-        "mesh": plan.best and mesh_tree(plan.best),
-        "timeline": plan.best and timeline_tree(plan.best),
         "neighbours": {key: _neighbour(plan, key) for key in plan.neighbours},
         "notes": plan.notes,
         "why": _why(plan),
