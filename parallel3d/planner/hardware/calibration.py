@@ -81,7 +81,13 @@ class Overhead:
         )
 
 
-NO_OVERHEAD = Overhead(block=0.0, microbatch=0.0, layer=0.0, step=0.0, parameter=0.0)
+NO_OVERHEAD = Overhead(
+    block=0.0,
+    microbatch=0.0,
+    layer=0.0,
+    step=0.0,
+    parameter=0.0,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -202,7 +202,11 @@ def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group
     per_node = min(size, node // stride)
     if span < node and node % span:
         per_node = gcd(node, span) // stride
-    return Group(size=size, per_node=max(1, per_node), span=ceil(span / node))
+    return Group(
+        size=size,
+        per_node=max(1, per_node),
+        span=ceil(span / node),
+    )
 
 
 def load_cluster(name: str, folders: list[Path]) -> Cluster:
@@ -353,7 +357,13 @@ def with_scales(cluster: Cluster, scales: Scales) -> Cluster:
     )
     node = _slower(cluster.node, scales.node)
     network = _slower(cluster.network, scales.network)
-    return replace(cluster, device=device, node=node, network=network, scales=scales)
+    return replace(
+        cluster,
+        device=device,
+        node=node,
+        network=network,
+        scales=scales,
+    )
 
 
 def _slower(link: AnyLink, scale: float) -> AnyLink:

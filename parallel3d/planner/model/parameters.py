@@ -220,7 +220,12 @@ def rank_numel(
 
 def whole_model(shape: ModelShape) -> StageSlice:
     """Returns the full model as one stage."""
-    return StageSlice(layers=shape.layers, embedding=True, head=True, dense=shape.first_dense)
+    return StageSlice(
+        layers=shape.layers,
+        embedding=True,
+        head=True,
+        dense=shape.first_dense,
+    )
 
 
 def total_parameters(shape: ModelShape) -> int:

@@ -253,7 +253,12 @@ def _slices(layers: tuple[int, ...], dense: int) -> tuple[StageSlice, ...]:
     for index, count in enumerate(layers):
         own_dense = min(count, dense)
         dense -= own_dense
-        stage = StageSlice(layers=count, embedding=index == 0, head=index == last, dense=own_dense)
+        stage = StageSlice(
+            layers=count,
+            embedding=index == 0,
+            head=index == last,
+            dense=own_dense,
+        )
         stages.append(stage)
     return tuple(stages)
 

@@ -163,7 +163,12 @@ def _families_of(request: PlanRequest, plain: ParallelConfig) -> Iterator[Parall
     sizes = [size for size in divisors(sequences) if size <= MOST_MICROBATCH]
     # cp and a microbatch size with a common divisor send more than both divided by it, with dp
     # multiplied.
-    is_free = fixed.allows(cp=None, microbatch_size=None, dp_shard=None, dp_replicate=None)
+    is_free = fixed.allows(
+        cp=None,
+        microbatch_size=None,
+        dp_shard=None,
+        dp_replicate=None,
+    )
     for size, name in product(sizes, names):
         if is_free and gcd(size, plain.cp) > 1:
             continue
