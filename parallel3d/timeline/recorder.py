@@ -33,16 +33,16 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._events = device.type == "cuda"
+        self._events = CudaEvents() if device.type == "cuda" else None
         self._marks: list[tuple[Action, Any, Any]] = []
         self._origin = self.now()
-        if self._events:
+        if self._events is not None:
             torch.cuda.synchronize(device)
         self._origin_s = time.perf_counter()
 
     def now(self) -> Any:
         """Returns the current time in seconds, or a CUDA event in the current stream."""
-        return CudaEvents().record() if self._events else time.perf_counter()
+        return time.perf_counter() if self._events is None else self._events.record()
 
     def add(self, action: Action, start: Any, end: Any) -> None:
         self._marks.append((action, start, end))
@@ -54,10 +54,10 @@ class Recorder:
         """
 
         def seconds(mark: Any) -> float:
-            if not self._events:
+            if self._events is None:
                 return float(mark) - since_s
             mark.synchronize()
-            return self._origin_s - since_s + float(self._origin.elapsed_time(mark)) / 1000
+            return self._origin_s - since_s + self._events.elapsed_s(self._origin, mark)
 
         return [
             Span(rank, action, seconds(start), seconds(end)) for action, start, end in self._marks
