@@ -95,13 +95,13 @@ def verify(recipe: Recipe, rank: int) -> Verified:
         part for part, holder in zip(run.stages, run.placement, strict=True) if holder == place.pp
     )
     dry = dry_run(recipe, rank, gpu_bytes=run.cluster.device.gpu_bytes)
-    layout = run.layout
-    tp, shards, ep, expert_shards = layout.splits
-    index = place.dp_shard * layout.cp + place.cp
+    tp, shards, ep, expert_shards = run.layout.splits
+    index = place.dp_shard * run.layout.cp + place.cp
     count = rank_numel(run.shape, parts, tp, shards=shards, at=(place.tp, index % shards))
-    of_experts = (index * tp + place.tp) // ep % expert_shards
     layers = sum(part.layers - part.dense for part in parts)
-    count += expert_numel_on(run.shape, layers, ep, expert_shards, of_experts)
+    count += expert_numel_on(
+        run.shape, layers, ep, expert_shards, (index * tp + place.tp) // ep % expert_shards
+    )
     return Verified(recipe, rank, rank_memory(run, place.pp), dry, count)
 
 
@@ -121,18 +121,16 @@ def question_of_recipe(recipe: Recipe) -> PlanRequest:
 def _page(found: Verified) -> Iterator[str]:
     recipe = found.recipe
     dry = found.dry
-    yield (
-        f"recipe    {recipe.model.name or recipe.model.architecture}, "
-        f"{layout_text(recipe.parallel)}"
-    )
     parallel = recipe.parallel
-    yield (f"rank      {found.rank} of {parallel.world_size}: {parallel.coordinates(found.rank)}")
+    name = recipe.model.name or recipe.model.architecture
+    yield f"recipe    {name}, {layout_text(parallel)}"
+    yield f"rank      {found.rank} of {parallel.world_size}: {parallel.coordinates(found.rank)}"
     said = (
         f"{dry.microbatches} of {recipe.microbatches} microbatches"
         if dry.microbatches < recipe.microbatches
         else ""
     )
-    yield (f"dry run   a step in {dry.seconds:.1f} s{f' ({said} need as much)' if said else ''}")
+    yield f"dry run   a step in {dry.seconds:.1f} s{f' ({said} need as much)' if said else ''}"
     yield ""
     yield f"{'GiB':<34}{'model':>10}{'dry run':>10}{'difference':>12}"
     for kind, model, run in found.rows():

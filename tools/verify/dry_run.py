@@ -193,8 +193,7 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
     """
     start = time.perf_counter()
     recipe = shortened(recipe)
-    usual = usual_bucket_mib(on_gpu=gpu_bytes is not None)
-    bucket_mib = recipe.parallel.bucket_mib or usual
+    bucket_mib = recipe.parallel.bucket_mib or usual_bucket_mib(on_gpu=gpu_bytes is not None)
     recipe = replace(recipe, parallel=replace(recipe.parallel, bucket_mib=bucket_mib))
     receive = Transport.receive
 
@@ -224,10 +223,16 @@ def dry_run(recipe: Recipe, rank: int, *, gpu_bytes: float | None) -> DryRun:
             )
             if kernel_of_recipe(recipe, _GPU).name == "math":
                 modes.enter_context(sdpa_kernel(SDPBackend.MATH))
+        if recipe.model.architecture == "transformers":
+            # Fake tensors look like tracing, in which every model would build a causal mask.
+            modes.enter_context(
+                mock.patch("transformers.masking_utils.is_tracing", return_value=False)
+            )
         if recipe.model.experts is not None:
             is_grouped = gpu_bytes is not None and recipe.train.precision.startswith("bf16")
-            even = partial(even_route, is_grouped=is_grouped)
-            modes.enter_context(mock.patch.object(experts, "route", even))
+            modes.enter_context(
+                mock.patch.object(experts, "route", partial(even_route, is_grouped=is_grouped))
+            )
             modes.enter_context(mock.patch.object(experts, "uses_grouped", lambda x: is_grouped))
         trainer, batch = build_dry(recipe, mesh, torch.device("cpu"), gpu_bytes)
         actions = trainer.pipeline.schedule.ranks[trainer.pipeline.links.rank]
@@ -303,7 +308,7 @@ def _place(peak: Snapshot, actions: tuple[Action, ...]) -> str:
 def shortened(recipe: Recipe) -> Recipe:
     """Returns the recipe with fewer microbatches, if every rank's peak memory stays the same."""
     parallel = recipe.parallel
-    pp = recipe.parallel.pp
+    pp = parallel.pp
     if SCHEDULES[parallel.schedule].holds_whole_batch:
         return recipe
 
@@ -320,5 +325,5 @@ def shortened(recipe: Recipe) -> Recipe:
     few = [count for count in (pp + 2, 2 * pp, 3 * pp, 4 * pp) if count < recipe.microbatches]
     whole = peaks(recipe.microbatches)
     count = next((count for count in few if peaks(count) == whole), recipe.microbatches)
-    batch = count * parallel.dp * parallel.microbatch_size
-    return replace(recipe, train=replace(recipe.train, global_batch_size=batch))
+    train = replace(recipe.train, global_batch_size=count * parallel.dp * parallel.microbatch_size)
+    return replace(recipe, train=train)
