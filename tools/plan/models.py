@@ -143,7 +143,7 @@ def _of_config_json(path: Path, text: str) -> Model:
     said = read_config_json(path)
     name = path.resolve().parent.name if path.stem == "config" else path.stem
     foreign = hf_config_shape(said, name, path)
-    if foreign is not None:
+    if foreign:
         part = text_part(said)
         notes = (*hf_config_notes(said), *window_notes(part))
         config = None
@@ -153,8 +153,14 @@ def _of_config_json(path: Path, text: str) -> Model:
             config = ModelConfig(
                 architecture="transformers", config=str(path), **sizes_of(said, path)
             )
-        longest = part.get("max_position_embeddings")
-        return Model(shape=foreign, said=text, config=config, longest=longest, notes=notes)
+            foreign = from_config(config)
+        return Model(
+            shape=foreign,
+            said=text,
+            config=config,
+            longest=part.get("max_position_embeddings"),
+            notes=notes,
+        )
     config = from_hugging_face(said, path, others=PLANNED_FAMILIES)
     return Model(
         shape=replace(from_config(config), name=name, windowed_layers=windowed_layers(said)),

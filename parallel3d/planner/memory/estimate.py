@@ -138,12 +138,12 @@ class RankEstimate:
         return RankMemory(
             rank=self.rank,
             parameters=parameters,
-            gradients=gradients + unreduced + reduced,
+            gradients=gradients + unreduced + reduced + min(work, 0.0),
             optimizer=optimizer,
             activations=saved,
             logits=logits,
             buffers=unsharded,
-            temporary=work,
+            temporary=max(work, 0.0),
             fragmentation=fragmentation,
             context=context,
             moment=moment,
@@ -214,6 +214,9 @@ class RankEstimate:
                 first += end_made
             loss = microbatch.loss + self.block - freed
             first = max(loss, max(first, end_sent) - microbatch.logits)
+        is_late = states.item == states.master and not states.is_sharded
+        if self.run.shape.saved and is_late and not backward.has_gradients:
+            first -= states.master * states.units[backward.stage].numel  # of gradients not made yet
         if part.embedding:
             last = max(last, microbatch.embedding, end_made + end_sent)
         if states.reduces_each and not backward.is_last:

@@ -14,6 +14,7 @@ from parallel3d.config.attention_kernels import (
 from parallel3d.config.recipe import Recompute
 from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.planner.memory.activations import BlockActivations
+from parallel3d.planner.memory.foreign import ForeignBlock
 from parallel3d.planner.model.parameters import block_tables, expert_tables, vocabulary_rows
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.training.loss_chunks import tokens_at_a_time
@@ -39,6 +40,8 @@ class MicrobatchBytes:
         full = item * tokens * shape.hidden
         ffn = item * tokens * shape.ffn_hidden // tp
         inputs = shape.feed_forward_inputs
+        if shape.saved:  # A GELU of separate operators needs as much as another input.
+            inputs = max(shape.saved.ffn // 2, 1)
         experts = shape.experts if block.rows else None
         scores = tokens * block.keys * shape.heads // tp
 
@@ -90,15 +93,23 @@ class MicrobatchBytes:
             )
         # The last norm and the head save their inputs and the logits.
         rows = vocabulary_rows(shape, tp)
+        saved = shape.saved
+        if saved and shape.vocab % tp:
+            rows = shape.vocab  # The logits are all-gathered.
         logits = (chunk or tokens) * rows
         table = item * rows * shape.hidden
         self.logits = 0 if chunk else item * logits
-        self.saved_by_head = norm + full + self.logits
         self.embedding = 5 * full + table  # Gradients of table rows are summed in float32.
         # The softmax is float32. With chunks, so are the logits and the head's weight gradient.
         self.loss = max(4 * logits, input_gradient + table)
         if chunk:
             self.loss = max(full + 6 * logits, input_gradient) + 4 * rows * shape.hidden
+        if saved:  # The head computes all logits. The loss casts them, and has a gradient for them.
+            self.logits = item * tokens * rows
+            cast = 4 * logits if item < 4 else 0
+            self.loss = max(self.logits + cast, input_gradient + table)
+            self.logits *= saved.logits
+        self.saved_by_head = norm + full + self.logits
 
 
 # Compute capability, keyed by the family of a device. Other families use that of the A100, because
@@ -123,7 +134,9 @@ def microbatch_bytes(run: PlannedRun, *, dense: bool = False) -> MicrobatchBytes
     )
     kind = "cpu" if run.on_cpu else "cuda"
     on = AttentionDevice(kind, capability=_CAPABILITIES.get(device.family, (8, 0)))
-    block = BlockActivations(
+    kind_of_block = ForeignBlock if shape.saved else BlockActivations
+    kernel = shape.saved.kernel if shape.saved else attention_kernel(call, on)
+    block = kind_of_block(
         shape=shape,
         batch=layout.microbatch_size,
         seq=run.seq_len,
@@ -133,7 +146,7 @@ def microbatch_bytes(run: PlannedRun, *, dense: bool = False) -> MicrobatchBytes
         sequence_parallel=layout.sequence_parallel,
         fused_norm=not run.on_cpu,
         dropout=run.optimizer.has_dropout,
-        attention=attention_kernel(call, on),
+        attention=kernel,
         ep=layout.ep,
         rows=0 if dense else ceil(run.fullest_rows),
     )

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
 from parallel3d.config.hugging_face import (
     check_model,
     from_hugging_face,
@@ -17,68 +19,23 @@ from parallel3d.config.hugging_face import (
     windowed_layers,
 )
 from parallel3d.config.recipe import ModelConfig
+from parallel3d.config.saved_tensors import saved_tensors
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.experts import Experts, LatentAttention
 from parallel3d.planner.model.shapes import ModelShape, from_config
 
 # Keys that select the MoE layers, and the values with which all layers after the first ones have
 # experts.
-_EXPERT_LAYERS: dict[str, Any] = {
+_EXPERT_LAYERS = {
     "decoder_sparse_step": 1,
     "moe_layer_freq": 1,
     "mlp_only_layers": [],
 }
-# Defaults of Hugging Face Transformers for keys that a Gemma 3 config omits.
-_GEMMA3 = {
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "vocab_size": 262208,
-}
-_GEMMAS: dict[str, Any] = {
-    "feed_forward": "geglu",
-    "block_norms": 4,
-    "lacks_module": "Gemma's scaled embeddings, norms after each half of a block and GeGLU",
-}
 _LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
-_TIED = (
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "cohere",
-    "cohere2",
-    "opt",
-    "falcon",
-    "starcoder2",
+# Fields of a shape by `model_type`.
+PLANNED_FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load(
+    Path(__file__).with_name("hf_families.yaml").read_text()
 )
-_LAYER_NORM = {"layer_norm": True}
-_GELU = {
-    "feed_forward": "gelu",
-    "layer_norm": True,
-    "biases": True,
-}
-# Fields of a shape in addition to sizes and experts, by `model_type`.
-PLANNED_FAMILIES: dict[str, dict[str, Any]] = {
-    "mixtral": {},
-    "qwen2_moe": {"qkv_biases": True},
-    "qwen3_moe": {"qk_norm": True},
-    "olmoe": {"qk_norm_whole": True},
-    **dict.fromkeys(_LATENT_FAMILIES, {}),
-    "gemma": {"feed_forward": "geglu", "lacks_module": "Gemma's scaled embeddings and GeGLU"},
-    "gemma2": _GEMMAS,
-    "gemma3_text": {**_GEMMAS, "qk_norm": True},
-    **dict.fromkeys(("olmo", "granite", "smollm3", "phi3", "ernie4_5"), {}),
-    "olmo2": {"qk_norm_whole": True},
-    "exaone4": {"qk_norm": True},
-    "glm": {"qkv_biases": True},
-    "glm4": {"block_norms": 4, "qkv_biases": True},
-    "stablelm": _LAYER_NORM,
-    "cohere": {"block_norms": 1},
-    "cohere2": {"block_norms": 1},
-    **dict.fromkeys(("starcoder2", "phi", "gpt_neox"), _GELU),
-    "falcon": {**_GELU, "biases": False},
-    "opt": {**_GELU, "positions": "learned"},
-}
 
 
 class _Keys(NamedTuple):
@@ -100,10 +57,10 @@ def shape_of_json(config: Mapping[str, Any], path: Path) -> ModelShape:
     """Returns the shape of the config.json at `path`. Raises ConfigError for other families."""
     name = path.resolve().parent.name if path.stem == "config" else path.stem
     shape = hf_config_shape(config, name, path)
-    if shape is not None:
-        return shape
-    plain = from_hugging_face(config, path, others=PLANNED_FAMILIES)
-    return replace(from_config(plain), name=name, windowed_layers=windowed_layers(config))
+    if shape is None:
+        plain = from_hugging_face(config, path, others=PLANNED_FAMILIES)
+        shape = replace(from_config(plain), name=name, windowed_layers=windowed_layers(config))
+    return replace(shape, saved=saved_tensors(str(config["model_type"])))
 
 
 def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelShape | None:
@@ -116,8 +73,8 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
     kind = str(said.get("model_type"))
     if kind not in PLANNED_FAMILIES:
         return None
-    if kind == "gemma3_text":
-        said = {**_GEMMA3, **said}
+    own = dict(PLANNED_FAMILIES[kind])
+    said = {**own.pop("defaults", {}), **said}
     keys = _Keys(said, path)
     for key, usual in _EXPERT_LAYERS.items():
         if (said.get(key) or usual) != usual:
@@ -125,10 +82,10 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
                 f"{path}: {key} = {said[key]}: must be {usual}, because experts must be in every "
                 "layer after the first ones"
             )
-    is_tied = said.get("tie_word_embeddings", kind in _TIED)
+    is_tied = said.get("tie_word_embeddings", own.pop("tied_embeddings", False))
     plain = ModelConfig(name=name, tied_embeddings=bool(is_tied), **sizes_of(said, path))
     check_model(plain, str(path))
-    own = {**PLANNED_FAMILIES[kind], "experts": _experts(keys)}
+    own["experts"] = _experts(keys)
     if own.get("positions") == "learned":
         own["position_rows"] = keys.number("max_position_embeddings") + 2  # as OPT counts them
     if kind in _LATENT_FAMILIES:

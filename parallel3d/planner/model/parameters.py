@@ -50,25 +50,36 @@ def block_tables(
     key-value head hold copies of it, as in Megatron-LM.
     """
     h = shape.hidden
-    q = shape.query_hidden
+    of_heads = 1 if shape.saved and not shape.saved.splits_attention else tp
+    q = shape.query_hidden // of_heads
     f = shape.ffn_hidden
     kv = shape.kv_hidden
-    if shape.kv_heads % tp == 0:
-        kv = shape.kv_hidden // tp
+    if shape.kv_heads % of_heads == 0:
+        kv = shape.kv_hidden // of_heads
     if repeats_kv_heads:
         kv = max(shape.kv_hidden // tp, shape.head_dim)
     inputs = shape.feed_forward_inputs
-    attention = [Table(q // tp, h), Table(kv, h, 2), Table(h, q // tp)]
-    feed_forward = [Table(f // tp, h, inputs), Table(h, f // tp)]
+    attention = [
+        Table(q, h),
+        Table(kv, h, 2),
+        Table(h, q),
+    ]
+    feed_forward = [
+        Table(f // tp, h, inputs),
+        Table(h, f // tp),
+    ]
     rest = [Table(h, times=shape.block_norms * shape.norm_vectors)]
     if shape.qk_norm:
         rest.append(Table(shape.head_dim, times=2))
     if shape.qk_norm_whole:
-        rest += [Table(q // tp), Table(kv)]
+        rest += [Table(q), Table(kv)]
     if shape.biases or shape.qkv_biases:
-        rest += [Table(q // tp), Table(kv, times=2)]
+        rest += [Table(q), Table(kv, times=2)]
     if shape.biases:
-        rest += [Table(h, times=2), Table(f // tp, times=inputs)]
+        rest += [
+            Table(h, times=2),
+            Table(f // tp, times=inputs),
+        ]
     if shape.latent is not None:
         attention = _latent_tables(shape, shape.latent, tp)
     if shape.experts is not None and not dense:
@@ -118,11 +129,16 @@ def expert_numel(shape: ModelShape, part: StageSlice) -> int:
 
 @lru_cache(maxsize=256)
 def expert_tables(shape: ModelShape, ep: int) -> tuple[Table, ...]:
-    """Returns the routed experts of a block on one of `ep` ranks, stacked as in parallel3d."""
+    """Returns the routed experts of a block on one of `ep` ranks, stacked as in parallel3d or, with
+    one row per expert, as in Transformers."""
     experts = shape.experts
     if experts is None:
         return ()
     own = experts.count // ep
+    if shape.saved:
+        one = shape.hidden * experts.hidden
+        wide = Table(own, shape.feed_forward_inputs * one)
+        return wide, Table(own, one)
     wide = Table(
         own * experts.hidden,
         shape.hidden,

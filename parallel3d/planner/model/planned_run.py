@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
@@ -274,6 +274,12 @@ def _together(stages: tuple[StageSlice, ...], placement: tuple[int, ...]) -> tup
 @lru_cache(maxsize=4096)
 def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...]:
     """Splits the layers as the trainer does, by the costs of `ModelConfig.part_costs`."""
+    if shape.saved:  # For blocks of Transformers, it has the costs of a Llama.
+        shape = replace(
+            shape,
+            experts=None,
+            feed_forward="swiglu",
+        )
     costs = PartCosts.of(
         block_weights=weights_of_block(shape),
         hidden=shape.hidden,

@@ -12,6 +12,7 @@ from typing import Literal
 from parallel3d.config.flops import attended_keys
 from parallel3d.config.hugging_face import config_of, config_path
 from parallel3d.config.recipe import ModelConfig
+from parallel3d.config.saved_tensors import SavedTensors
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.experts import Experts, LatentAttention
 
@@ -46,6 +47,7 @@ class ModelShape:
     windowed_layers: int = 0
     experts: Experts | None = None  # None: a dense model.
     latent: LatentAttention | None = None
+    saved: SavedTensors | None = None  # None: blocks of parallel3d, not of Transformers.
     # Other parts that the trainer cannot build, or "".
     lacks_module: str = ""
 
