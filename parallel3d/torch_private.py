@@ -59,9 +59,11 @@ def norms(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     for tensor in tensors:
         flat = tensor.reshape(-1)
         whole = (len(flat) - 1) // 4096 * 4096
-        parts = (flat[:whole].view(-1, 4096), flat[whole:][None])
-        each = [torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in parts]
-        found.append(torch.linalg.vector_norm(torch.cat(each)))
+        norm = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
+        if whole:
+            rows = torch.linalg.vector_norm(flat[:whole].view(-1, 4096), dim=1, dtype=dtype)
+            norm = torch.linalg.vector_norm(torch.cat((rows, norm[None])))
+        found.append(norm)
     return found
 
 

@@ -194,7 +194,9 @@ class RotaryEmbedding(nn.Module):
             Tensor in the shape and dtype of x.
         """
         length = x.shape[1] * part.ranks
-        cos, sin = (table[:length] for table in self.make_table(length, x))
+        cos, sin = self.make_table(length, x)
+        if cos.shape[0] > length:
+            cos, sin = cos[:length], sin[:length]
         if positions is not None:
             return self.pointwise(x, cos, sin, part.take(positions, 1))
         if part.ranks > 1:  # All layers share the rows of the part.
@@ -214,7 +216,7 @@ class RotaryEmbedding(nn.Module):
         dtype = wide_dtype(like)
         if self._table is not None:
             cos = self._table[0]
-            if len(cos) >= length and cos.device == device and cos.dtype == dtype:
+            if cos.shape[0] >= length and cos.device == device and cos.dtype == dtype:
                 return self._table
         places = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
         frequencies = self.theta ** -(places / self.head_dim)
