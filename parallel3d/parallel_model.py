@@ -37,8 +37,8 @@ from torch.optim.optimizer import (
 from parallel3d.config.sharding_strategies import ShardingName
 from parallel3d.engine import Engine, gradient_of
 from parallel3d.layers.collectives import all_reduce_over
-from parallel3d.layers.gradients import like_parameter
 from parallel3d.layers.parameter import ParallelModule
+from parallel3d.layers.weight_gradients import like_parameter
 from parallel3d.mesh import DATA_ROLES, Axis, Role
 from parallel3d.pipeline.boundary import Boundary, Message, TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage

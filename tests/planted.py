@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from parallel3d.checkpoint import saver
 from parallel3d.checkpoint.files import PlannedSave
 from parallel3d.engine import Engine
-from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.positions import PackedDocuments
+from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.models.llama import Llama
 from parallel3d.training.callbacks import Callback
 

@@ -25,7 +25,7 @@ from parallel3d.config.attention_kernels import (
 from parallel3d.config.recipe import ParallelConfig, Precision, Recipe, TrainConfig
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
-from parallel3d.layers import context, fused_attention
+from parallel3d.layers import context_parallel, fused_attention
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.parameter import initial_weights
 from parallel3d.layers.positions import PackedDocuments
@@ -289,7 +289,7 @@ def test_the_parts_of_a_sequence_are_the_whole_on_every_device(
         layer = layer_of(2, dtype, window=window)
         whole = layer._attend(q, k, v, None, documents, None)
         kv = torch.stack((k, v), 2)
-        monkeypatch.setattr(context, "gather_sequence", lambda *_, kv=kv, **__: kv)
+        monkeypatch.setattr(context_parallel, "gather_sequence", lambda *_, kv=kv, **__: kv)
         found = []
         for rank in range(2):
             layer.sequence_part = part = SequencePart(Axis(2, rank, None))

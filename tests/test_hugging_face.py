@@ -17,7 +17,7 @@ from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.hugging_face import (
     family_of,
     from_hugging_face,
-    left_out,
+    ignored_keys,
     read_config_json,
     to_hugging_face,
 )
@@ -108,7 +108,7 @@ def config_json(model: ModelConfig) -> dict[str, Any]:
 def as_read_from(config: dict[str, Any], folder: Path) -> ModelConfig:
     (folder / "config.json").write_text(json.dumps(config))
     found = read_config_json(folder / "config.json")
-    assert [*left_out(found, folder)] == []
+    assert [*ignored_keys(found, folder)] == []
     return from_hugging_face(found, folder)
 
 
@@ -263,5 +263,5 @@ DIFFERING: list[tuple[str, dict[str, Any], str]] = [
 def test_what_a_recipe_cannot_say_is_told(
     family: str, keys: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    (line,) = left_out(config_json(FAMILIES[family]) | keys, tmp_path)
+    (line,) = ignored_keys(config_json(FAMILIES[family]) | keys, tmp_path)
     assert named in line

@@ -189,7 +189,7 @@ def test_the_batches_without_some_samples_are_the_stream_without_them_however_di
     remaining = [sample for sample in range(end + len(gone)) if sample not in gone]
     kept = remaining[step * size : end]
     shares = [
-        division.of(replace(whole, left_out=SkippedRanges.merge(skipped)), rank).batch(step)
+        division.of(replace(whole, skipped=SkippedRanges.merge(skipped)), rank).batch(step)
         for rank in range(division.dp_size)
     ]
     assert [sample for share in shares for sample in share.samples.flatten().tolist()] == kept

@@ -211,11 +211,11 @@ def test_what_is_left_out_is_not_counted_as_drawn(
             stages=(stage,),
         ),
     )
-    left_out = SkippedRanges.merge(
+    ranges = SkippedRanges.merge(
         SequenceRange(first=first, last=first + more) for first, more in skipped
     )
-    samples = left_out.samples(np.arange(8 * steps))
+    samples = ranges.samples(np.arange(8 * steps))
     drawn = np.bincount(MixtureOrder(mixture_stages(recipe)).draws(samples)[0], minlength=2)
-    assert drawn_by_source(recipe, steps, left_out) == {
+    assert drawn_by_source(recipe, steps, ranges) == {
         name: count for name, count in zip(("web", "code"), drawn.tolist(), strict=True) if count
     }

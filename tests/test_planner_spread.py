@@ -20,7 +20,7 @@ from parallel3d.planner.hardware.framework import FRAMEWORKS
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.uncertainty import FIGURES, ErrorModel, error_model_of, safe_share
-from parallel3d.planner.published.score import Score, left_out, score
+from parallel3d.planner.published.score import Score, score, without_own_sources
 from parallel3d.planner.search import request
 from parallel3d.planner.search.fastest import search
 from parallel3d.planner.search.request import PlanRequest
@@ -37,7 +37,7 @@ Said = pytest.CaptureFixture[str]
 @pytest.fixture(scope="module")
 def blind() -> Score:
     file = plan_score.read_all(CASES, [HARDWARE])
-    return plan_score.with_ranges(left_out(file, score(file)))
+    return plan_score.with_ranges(without_own_sources(file, score(file)))
 
 
 def test_sources_left_out_are_predicted_within_the_bars(blind: Score) -> None:

@@ -27,7 +27,7 @@ from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.hugging_face import (
     config_of,
     from_hugging_face,
-    left_out,
+    ignored_keys,
     read_config_json,
 )
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig
@@ -153,7 +153,7 @@ def check_start(start: Path, model: ModelConfig) -> list[str]:
             if key not in _UNRELATED
         ]
     theirs = from_hugging_face(config, path)
-    errors = [*left_out(config, path)]
+    errors = [*ignored_keys(config, path)]
     notes = list[str]()
     experts = ["experts"] if theirs.experts is None else _EXPERTS
     for name in (*_SAME, *_MAY_DIFFER, *experts):

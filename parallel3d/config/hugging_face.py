@@ -241,7 +241,7 @@ def _experts(said: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return section | {"dense_layers": dense_layers, "shared_gate": is_qwen2}
 
 
-def left_out(config: Mapping[str, Any], path: Path) -> Iterator[str]:
+def ignored_keys(config: Mapping[str, Any], path: Path) -> Iterator[str]:
     """Yields a warning for each key of a config.json that changes the computation but has no
     equivalent in a recipe."""
     rope = _rope(config, path)

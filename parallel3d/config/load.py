@@ -13,12 +13,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from parallel3d.config.example_values import any_of
 from parallel3d.config.hugging_face import read_config_json, sizes_of
 from parallel3d.config.import_class import BESIDE_RECIPES
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import check_rules, refuse
 from parallel3d.config.schema import KEYS, read
-from parallel3d.config.suggestions import any_of
 from parallel3d.config.yaml_text import (
     COMMAND_LINE,
     Setting,

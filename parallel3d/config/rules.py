@@ -16,6 +16,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from parallel3d.config.attention_kernels import AttentionDevice, attention_errors
+from parallel3d.config.example_values import any_of, multiple_from, multiples_near, nearest
 from parallel3d.config.hugging_face import family_of
 from parallel3d.config.mixture import mixture_errors
 from parallel3d.config.recipe import READ_IF, Recipe
@@ -32,7 +33,6 @@ from parallel3d.config.rules_layout import (
 )
 from parallel3d.config.schema import KEYS, range_errors
 from parallel3d.config.sharding_strategies import HYBRID_OF
-from parallel3d.config.suggestions import any_of, multiple_from, multiples_near, nearest
 from parallel3d.config.yaml_text import shown
 from parallel3d.errors import ConfigError
 from parallel3d.shard_sizes import divisors

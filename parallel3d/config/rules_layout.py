@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from itertools import accumulate
 from operator import attrgetter
 
+from parallel3d.config.example_values import any_of, multiple_from, multiples_near, nearest
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.config.sharding_strategies import (
     HYBRID_OF,
@@ -17,7 +18,6 @@ from parallel3d.config.sharding_strategies import (
     strategy_of,
     usual_bucket_mib,
 )
-from parallel3d.config.suggestions import any_of, multiple_from, multiples_near, nearest
 from parallel3d.config.yaml_text import shown
 from parallel3d.schedules.balance import balanced_cut, faults_of_boundaries
 from parallel3d.schedules.registry import SCHEDULES

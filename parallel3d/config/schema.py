@@ -9,8 +9,8 @@ from functools import cache
 from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
-from parallel3d.config.hints import advice_on
 from parallel3d.config.recipe import Recipe
+from parallel3d.config.unknown_keys import advice_on
 from parallel3d.config.yaml_text import Setting, shown
 
 if TYPE_CHECKING:

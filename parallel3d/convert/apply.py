@@ -26,7 +26,7 @@ from torch.compiler import is_compiling
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from parallel3d.config.suggestions import any_of, nearest
+from parallel3d.config.example_values import any_of, nearest
 from parallel3d.convert.check import Example, checked
 from parallel3d.convert.families import rules_of
 from parallel3d.convert.parallel_modules import (

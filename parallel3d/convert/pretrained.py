@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d.config.yaml_text import plain_name, read_short
 from parallel3d.errors import CheckpointError
-from parallel3d.layers.gradients import like_parameter, local_tensor
+from parallel3d.layers.weight_gradients import like_parameter, local_tensor
 from parallel3d.mesh import Axis
 
 _INDEX = "model.safetensors.index.json"

@@ -64,7 +64,7 @@ class BatchLoader:
     of this share from `source`.
 
     The sequences of a step follow those of the step before. Sequence i of the run is sample i, or a
-    later one if `left_out` skips samples before it. Rank r gets the r-th of `dp_size` equal ranges
+    later one if it skips samples before it. Rank r gets the r-th of `dp_size` equal ranges
     of a step's sequences, so the global batch is the same in every layout.
 
     Args:
@@ -75,7 +75,7 @@ class BatchLoader:
         dp_size: Number of data-parallel ranks.
         vocab: Vocabulary size of the model.
         sizes: Global batch sizes of a batch warmup. Default: `global_batch_size` in every step.
-        left_out: Samples that the run skips.
+        skipped: Samples that the run does not use.
         ignored_ids: Token IDs that the loss ignores as labels.
         stop: Number of samples. Later samples only pad the last batch: their labels are ignored.
         document_end: Token ID that ends a document, or None if attention crosses documents.
@@ -92,7 +92,7 @@ class BatchLoader:
     dp_size: int
     vocab: int
     sizes: BatchSizes | None = None
-    left_out: SkippedRanges = SkippedRanges()
+    skipped: SkippedRanges = SkippedRanges()
     ignored_ids: tuple[int, ...] = ()
     stop: float = inf
     document_end: int | None = None
@@ -116,7 +116,7 @@ class BatchLoader:
             source=source,
             global_batch_size=global_batch_size,
             sizes=None,
-            left_out=SkippedRanges(),
+            skipped=SkippedRanges(),
             stop=stop,
         )
 
@@ -125,7 +125,7 @@ class BatchLoader:
         sizes = self.sizes or BatchSizes(full=self.global_batch_size, start=self.global_batch_size)
         share = sizes.at(step) // self.dp_size
         first = sizes.before(step) + self.dp_rank * share
-        samples = self.left_out.samples(np.arange(first, first + share))
+        samples = self.skipped.samples(np.arange(first, first + share))
         is_beyond = samples >= self.stop
         drawn = self.source.draw(np.where(is_beyond, 0, samples))  # [share, seq + 1]
         wrong_id = None

@@ -140,13 +140,13 @@ def windows_of_run(
     return Mixture(sources, MixtureOrder(stages))
 
 
-def drawn_by_source(recipe: Recipe, steps: int, left_out: SkippedRanges) -> dict[str, int]:
+def drawn_by_source(recipe: Recipe, steps: int, skipped: SkippedRanges) -> dict[str, int]:
     """Returns how many sequences the first `steps` steps draw from each of `data.sources`, keyed by
     name. Sources without sequences are omitted."""
     order = MixtureOrder(mixture_stages(recipe))
     sequences = recipe.batch_sizes.before(steps)
-    drawn = order.drawn(left_out.end(sequences))
-    for passed in left_out.before(sequences):
+    drawn = order.drawn(skipped.end(sequences))
+    for passed in skipped.before(sequences):
         drawn -= order.drawn(passed.last + 1) - order.drawn(passed.first)
     counts = zip(recipe.data.sources, drawn.tolist(), strict=False)
     return {source.label: count for source, count in counts if count}

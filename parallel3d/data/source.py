@@ -96,12 +96,12 @@ def find_documents(config: DataConfig) -> list[Document]:
 
 
 def walk_files(
-    root: Path, is_left_out: Callable[[str], bool] = lambda folder: False
+    root: Path, is_ignored: Callable[[str], bool] = lambda folder: False
 ) -> Iterator[str]:
     """Yields the relative paths of all files below `root`, except in folders whose name
-    `is_left_out` accepts. Raises DataError for a folder that cannot be listed."""
+    `is_ignored` accepts. Raises DataError for a folder that cannot be listed."""
     for folder, folders, files in os.walk(root, onerror=_refuse):
-        folders[:] = [name for name in folders if not is_left_out(name)]
+        folders[:] = [name for name in folders if not is_ignored(name)]
         for file in files:
             yield Path(folder, file).relative_to(root).as_posix()
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from parallel3d.config.rules_layout import divides_key_value_heads
-from parallel3d.layers.context import attend_chunks, attend_to_sequence
+from parallel3d.layers.context_parallel import attend_chunks, attend_to_sequence
 from parallel3d.layers.dropout import Dropout, Within
 from parallel3d.layers.fused_attention import (
     Segments,

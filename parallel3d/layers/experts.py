@@ -26,17 +26,17 @@ from torch.nn import functional as F
 from parallel3d.config.experts import ExpertsConfig
 from parallel3d.layers.collectives import outside_graph
 from parallel3d.layers.dispatch import combine, dispatch, route
-from parallel3d.layers.gradients import (
+from parallel3d.layers.mlp import ParallelMLP, gated
+from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec, Pointwise
+from parallel3d.layers.regions import gather_from_region, scatter_to_region
+from parallel3d.layers.router import Router
+from parallel3d.layers.weight_gradients import (
     DelayedGradients,
     accumulate_or_return,
     accumulated_gradient,
     add_product,
     local_tensor,
 )
-from parallel3d.layers.mlp import ParallelMLP, gated
-from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec, Pointwise
-from parallel3d.layers.regions import gather_from_region, scatter_to_region
-from parallel3d.layers.router import Router
 
 
 class ParallelExperts(ParallelModule):

@@ -45,14 +45,14 @@ from parallel3d.layers.collectives import (
     start_reduce_scatter,
     sum_partial,
 )
-from parallel3d.layers.gradients import (
+from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec, ShardedModule, zeros
+from parallel3d.layers.regions import gather_from_region
+from parallel3d.layers.weight_gradients import (
     DelayedGradients,
     accumulate_or_return,
     accumulate_or_return_product,
     local_tensor,
 )
-from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec, ShardedModule, zeros
-from parallel3d.layers.regions import gather_from_region
 from parallel3d.mesh import ONE_RANK
 from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import is_compiled

@@ -2,7 +2,7 @@
 
 Parameters are stored as DTensors on the tp axis, so `fully_shard` composes with them and state
 dicts hold global tensors. Arithmetic uses the local tensors, because DTensor dispatch costs more
-than the work of a small layer (`layers.gradients`).
+than the work of a small layer (`layers.weight_gradients`).
 
 [Note: initial weights] Initial values do not depend on the layout. A parameter's global tensor
 consists of tiles of a fixed size, or of one tile if its initializer is custom. Each tile is drawn
@@ -35,16 +35,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils import swap_tensors
 
 from parallel3d.layers.collectives import outside_graph
-from parallel3d.layers.gradients import (
+from parallel3d.layers.regions import all_gather_to_region, copy_to_region
+from parallel3d.layers.replica_check import differ, fingerprint
+from parallel3d.layers.sequence import SequencePart
+from parallel3d.layers.weight_gradients import (
     DelayedGradients,
     accumulate_or_return,
     as_dtensor,
     like_parameter,
     local_tensor,
 )
-from parallel3d.layers.regions import all_gather_to_region, copy_to_region
-from parallel3d.layers.replica_check import differ, fingerprint
-from parallel3d.layers.sequence import SequencePart
 from parallel3d.mesh import ONE_RANK, Axis
 from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import draw_dtensors_by, local_of
@@ -204,7 +204,7 @@ class ShardedModule(nn.Module):
 
     axis: Axis
     sequence_parallel: bool = False
-    fused_gradients: bool = False  # See [Note: fused gradients] in `layers.gradients`.
+    fused_gradients: bool = False  # See [Note: fused gradients] in `layers.weight_gradients`.
     # Collects weight gradients if the schedule splits the backward pass.
     delayed: DelayedGradients | None = None
     is_entered = False  # True if a parent module performs the communication of `enter`.
@@ -393,7 +393,7 @@ def set_fused_gradients(module: nn.Module, on: bool) -> None:
     """Switches fused gradient accumulation on or off for all sharded modules below `module`.
 
     With fused accumulation, a layer's backward pass adds parameter gradients directly to `.grad` or
-    `main_grad`. See [Note: fused gradients] in `layers.gradients`.
+    `main_grad`. See [Note: fused gradients] in `layers.weight_gradients`.
 
     Args:
         module: Model or part of a model.

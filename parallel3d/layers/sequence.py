@@ -24,7 +24,8 @@ class SequencePart:
         cp: Context-parallel axis. None means one rank.
 
     Example:
-        >>> part = parallel3d.SequencePart(mesh["cp"])  # on rank 0 of 2
+        >>> mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
+        >>> part = parallel3d.SequencePart(mesh["cp"])  # on rank 0
         >>> part.ranges(8)
         (range(0, 2), range(6, 8))
     """

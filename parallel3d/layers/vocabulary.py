@@ -22,12 +22,6 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import gather, outside_graph, sum_partial
-from parallel3d.layers.gradients import (
-    accumulate_or_return,
-    accumulated_gradient,
-    add_product,
-    local_tensor,
-)
 from parallel3d.layers.linear import (
     ColumnParallelLinear,
     cast_input,
@@ -36,6 +30,12 @@ from parallel3d.layers.linear import (
 )
 from parallel3d.layers.loss import TokenLoss, own_indices, wide_dtype
 from parallel3d.layers.parameter import LayerTp, ParallelModule, ParameterSpec
+from parallel3d.layers.weight_gradients import (
+    accumulate_or_return,
+    accumulated_gradient,
+    add_product,
+    local_tensor,
+)
 from parallel3d.shard_sizes import largest_shard
 
 Forward = TypeVar("Forward", bound=Callable[..., Any])

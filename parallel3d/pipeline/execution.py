@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from parallel3d.errors import Parallel3dError, RankError
-from parallel3d.layers.gradients import DelayedGradients, Work
+from parallel3d.layers.weight_gradients import DelayedGradients, Work
 from parallel3d.pipeline.boundary import Message, Tensors, TensorSpec
 from parallel3d.pipeline.transport import Transport
 from parallel3d.schedules.schedule import Action, Kind, Schedule

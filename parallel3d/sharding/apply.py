@@ -17,7 +17,7 @@ from parallel3d.config.sharding_strategies import (
     frees_after_forward,
 )
 from parallel3d.layers.experts import ExpertWeights
-from parallel3d.layers.gradients import local_tensor
+from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.mesh import ONE_RANK, Role, axes_of
 from parallel3d.sharding.fully_sharded import FullyShardedData
 from parallel3d.sharding.optimizer_parts import ShardedData

@@ -22,7 +22,7 @@ from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d.layers.collectives import after, start_gather, start_reduce_scatter
-from parallel3d.layers.gradients import as_dtensor, like_parameter, local_tensor
+from parallel3d.layers.weight_gradients import as_dtensor, like_parameter, local_tensor
 from parallel3d.mesh import DATA_ROLES, Axis, Role
 from parallel3d.shard_sizes import largest_shard
 from parallel3d.sharding.optimizer_parts import OptimizerPart

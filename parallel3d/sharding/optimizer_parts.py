@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from parallel3d.layers.experts import ExpertWeights
-from parallel3d.layers.gradients import like_parameter, local_tensor
 from parallel3d.layers.parameter import ParameterSpec, named_specs
+from parallel3d.layers.weight_gradients import like_parameter, local_tensor
 from parallel3d.mesh import ONE_RANK, Axis, Role
 
 

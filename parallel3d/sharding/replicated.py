@@ -1,8 +1,8 @@
 """NO_SHARD and SHARD_OPTIMIZER (ZeRO-0 and ZeRO-1): full parameters and gradients on every DP rank.
 
 [Note: why not DistributedDataParallel] torch has both strategies, but builds them on autograd hooks
-of parameters. Those do not fire with fused gradients (`layers.gradients`), which matmuls accumulate
-directly, possibly in a wider dtype or in the second half of a split backward pass.
+of parameters. Those do not fire with fused gradients (`layers.weight_gradients`). Matmuls
+accumulate those directly, possibly in a wider dtype or in the second half of a split backward pass.
 docs/reference/sharding.md compares step times.
 
 Gradients live in buckets of complete units. A bucket is reduced as soon as the last backward pass

@@ -13,9 +13,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from parallel3d.layers.experts import ExpertWeights
-from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.positions import LearnedPositions
 from parallel3d.layers.vocabulary import VocabParallelEmbedding, VocabParallelHead
+from parallel3d.layers.weight_gradients import local_tensor
 
 _LISTS = nn.ModuleList | nn.ModuleDict  # These classes have no forward pass to hook.
 _LOOKED_UP = VocabParallelEmbedding | LearnedPositions | nn.Embedding

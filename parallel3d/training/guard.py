@@ -79,7 +79,7 @@ class Guard:
                 "raise optimizer.warmup_steps"
             )
         found += f"; step skipped ({in_a_row} in a row, at most {most})"
-        return replace(result, left_out=found), progress
+        return replace(result, skip_reason=found), progress
 
     def _check_spike(
         self, step: int, result: StepResult, progress: Progress
@@ -99,7 +99,7 @@ class Guard:
                 f"train.spikes_in_a_row = {rule.spikes_in_a_row}. Resume from a checkpoint with a "
                 "lower optimizer.lr, or set train.on_spike=warn"
             )
-        return replace(result, spike=spike, left_out=f"{spike}; step skipped"), progress
+        return replace(result, spike=spike, skip_reason=f"{spike}; step skipped"), progress
 
 
 def next_loss_scale(config: LossScaleConfig, progress: Progress, *, is_finite: bool) -> Progress:

@@ -97,7 +97,7 @@ class TrainingLoop:
         """Trains until the run is complete and returns True. Returns False after a rollback."""
         train = self.recipe.train
         steps = range(self.trainer.step, train.steps)
-        loader = replace(self.loaders[0], left_out=self.trainer.left_out)
+        loader = replace(self.loaders[0], skipped=self.trainer.skipped_ranges)
         with closing(batches_ahead(loader, steps, self.trainer.device)) as batches:
             while True:
                 result = self.train_step(batches)
@@ -125,7 +125,7 @@ class TrainingLoop:
         if is_due(self.recipe.train.compare_replicas_every, step):
             self.trainer.compare_replicas(f"step {step}")
         heartbeat.step_done(step)
-        if warning := result.left_out or result.spike:
+        if warning := result.skip_reason or result.spike:
             self.progress.say(f"warning: {warning}")
         return result
 
@@ -288,7 +288,7 @@ class TrainingLoop:
         """
         trainer = self.trainer
         before = self.trainer.progress
-        left_out = self.trainer.left_out
+        earlier = self.trainer.skipped_ranges
         self.saver.finish()
         newest_first = of_rank_0(list_checkpoints(self.checkpoints)[::-1])
         if not newest_first:
@@ -301,7 +301,7 @@ class TrainingLoop:
         self.callbacks.run.step = trainer.step
         sequences_before = self.recipe.batch_sizes.before
         first = sequences_before(max(last_innocent, trainer.step))
-        suspects = left_out.span(first, sequences_before(before.step))
+        suspects = earlier.span(first, sequences_before(before.step))
         skipped = SkippedRanges.merge((*before.skipped_by_rollbacks, suspects))
         spikes = replace(
             # Keeps the counts, but takes the history of losses and norms from the checkpoint.

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel3d.layers.collectives import all_gather_single
-from parallel3d.layers.gradients import local_tensor
+from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.reporting.metrics import peak_memory_bytes
 from parallel3d.timeline.recorder import CudaEvents
 from parallel3d.training.trainer import Trainer

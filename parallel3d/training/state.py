@@ -32,7 +32,7 @@ def state_of(trainer: Trainer) -> tuple[dict[str, Tensor], Progress]:
     progress = replace(
         trainer.progress,
         sequences=recipe.batch_sizes.before(trainer.step),
-        drawn=drawn_by_source(recipe, trainer.step, trainer.left_out),
+        drawn=drawn_by_source(recipe, trainer.step, trainer.skipped_ranges),
         local_sgd=replicas,
     )
     return tensors, progress

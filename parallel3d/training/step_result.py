@@ -31,8 +31,8 @@ class StepResult:
         is_asked_to_stop: True if any rank has a request to stop or save, or a failed save.
         lr: Learning rate.
         loss_scale: Loss scale, or None without float16.
-        left_out: Reason why the step was skipped, or None. A step that is skipped only to lower the
-            loss scale has none.
+        skip_reason: Reason why the step was skipped, or None. It is also None for a step that is
+            skipped only to lower the loss scale.
         spike: Description of a spike in loss or gradient norm, or None.
         expert_load: Load of the experts, or None for a model without experts.
     """
@@ -45,7 +45,7 @@ class StepResult:
     is_asked_to_stop: bool
     lr: float
     loss_scale: float | None
-    left_out: str | None = None
+    skip_reason: str | None = None
     spike: str | None = None
     expert_load: ExpertLoad | None = None
 
@@ -56,7 +56,7 @@ class StepResult:
     @property
     def is_skipped(self) -> bool:
         """True if the optimizer did not apply the step."""
-        return not self.is_finite or self.left_out is not None
+        return not self.is_finite or self.skip_reason is not None
 
 
 class StepTotals(NamedTuple):

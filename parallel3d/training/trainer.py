@@ -149,7 +149,7 @@ class Trainer:
         return self.progress.step
 
     @property
-    def left_out(self) -> SkippedRanges:
+    def skipped_ranges(self) -> SkippedRanges:
         """Ranges of sequences that the run skips."""
         return SkippedRanges.merge((*self.recipe.data.skip, *self.progress.skipped_by_rollbacks))
 
@@ -203,7 +203,7 @@ class Trainer:
         self.engine.finish_gradients(observe)
         with timed("optimizer"):
             square = self.engine.squared_norm()
-        result = self._sum_over_mesh(
+        result = self._reduce_totals(
             loss, labels, square, batch.wrong_id, rate=rate, is_asked_to_stop=is_asked_to_stop
         )
         refuse_no_labels(step, result.tokens, recipe.data.ignore_token_ids)
@@ -267,7 +267,7 @@ class Trainer:
                     keywords=self._keywords(batch.documents),
                 )
                 square = torch.zeros_like(loss)
-                results.append(self._sum_over_mesh(loss, labels, square, batch.wrong_id))
+                results.append(self._reduce_totals(loss, labels, square, batch.wrong_id))
         tokens = sum(result.tokens for result in results)
         refuse_no_labels(self.step + 1, tokens, self.recipe.data.ignore_token_ids)
         return sum(result.loss * (result.tokens / tokens) for result in results)
@@ -348,7 +348,7 @@ class Trainer:
                     stage.module.train()
                 self.engine.free_gathered()
 
-    def _sum_over_mesh(
+    def _reduce_totals(
         self,
         loss: Tensor,
         labels: Tensor,

@@ -281,7 +281,7 @@ def training_loader(
         dp_size=parallel.dp,
         vocab=recipe.model.vocab,
         sizes=recipe.batch_sizes,
-        left_out=SkippedRanges.merge(recipe.data.skip),
+        skipped=SkippedRanges.merge(recipe.data.skip),
         ignored_ids=recipe.data.ignore_token_ids,
         document_end=document_end,
     )

@@ -20,13 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import (
     ParallelContext,
     ParameterSpec,
     named_specs,
     set_fused_gradients,
 )
+from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.mesh import Axis
 
 F64 = torch.float64

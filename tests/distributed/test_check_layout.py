@@ -28,13 +28,13 @@ from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.rules import Column, Rules
 from parallel3d.data.loader import Batch
-from parallel3d.layers import context, experts, norm, router
+from parallel3d.layers import context_parallel, experts, norm, router
 from parallel3d.layers.experts import ExpertWeights
-from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import ParameterSpec
 from parallel3d.layers.positions import RotaryEmbedding
 from parallel3d.layers.router import Router
 from parallel3d.layers.sequence import SequencePart
+from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.mesh import Axis
 from parallel3d.models import shape_cards
 from parallel3d.recipes import find_recipe
@@ -203,7 +203,11 @@ PATCHES: dict[str, tuple[object, str, object]] = {
     "tied summed twice": (engine.Engine, "finish_gradients", completed_twice),
     "positions from 0 on each rank": (RotaryEmbedding, "forward", positions_from_zero),
     "labels shifted after slicing": (Trainer, "train_step", labels_shifted_on_each_rank),
-    "gradients of k and v not summed": (context._GatherSequence, "backward", own_keys_gradient),
+    "gradients of k and v not summed": (
+        context_parallel._GatherSequence,
+        "backward",
+        own_keys_gradient,
+    ),
     "norm counts a number cp times": (
         engine.Engine,
         "squared_norm",

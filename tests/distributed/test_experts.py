@@ -23,7 +23,6 @@ from parallel3d.config.recipe import ModelConfig, OptimizerConfig, ParallelConfi
 from parallel3d.data.loader import IGNORED
 from parallel3d.layers import experts, router
 from parallel3d.layers.experts import ParallelExperts
-from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import (
     ParallelContext,
     initial_weights,
@@ -31,6 +30,7 @@ from parallel3d.layers.parameter import (
     set_fused_gradients,
 )
 from parallel3d.layers.router import choose_experts
+from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.models.llama import Llama
 from parallel3d.training.state import load_trainer
 from tests.distributed.training_cases import (

@@ -17,9 +17,9 @@ from parallel3d.config.attention_kernels import AttentionCall, AttentionDevice, 
 from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.dropout import dropout_key
-from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import set_fused_gradients
 from parallel3d.layers.positions import PackedDocuments, RotaryEmbedding
+from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.models import model_class
 from parallel3d.planner.memory.activations import BlockActivations
 from parallel3d.planner.model.shapes import from_config

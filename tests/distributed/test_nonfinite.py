@@ -66,7 +66,7 @@ def state_of(trainer: Trainer) -> list[torch.Tensor]:
     return [*local_weights(trainer), *states]
 
 
-def left_out(
+def follows_a_run_without_them(
     layouts: list[ParallelConfig],
     rank: int,
     name: str,
@@ -93,8 +93,13 @@ def left_out(
 def test_a_run_that_skips_steps_is_the_run_that_does_not_make_them(world: Callable) -> None:
     two = world(2)
     both = [TWO["tp"], TWO["dp"]]
-    assert two.run(left_out, both, 1, "layers.1.mlp.up.weight") == [[True, True]] * 2
-    assert two.run(left_out, [TWO["pp"]], 1, "layers.4.mlp.up.weight") == [[True]] * 2
+    assert (
+        two.run(follows_a_run_without_them, both, 1, "layers.1.mlp.up.weight") == [[True, True]] * 2
+    )
+    assert (
+        two.run(follows_a_run_without_them, [TWO["pp"]], 1, "layers.4.mlp.up.weight")
+        == [[True]] * 2
+    )
 
 
 def named(
@@ -174,8 +179,8 @@ def before_the_sum(kind: str) -> str:
     result = trainer.train_step(own_batch(recipe, 1))
     assert result.is_skipped
     assert trainer.progress.skipped_steps == 1
-    assert result.left_out is not None
-    return result.left_out
+    assert result.skip_reason is not None
+    return result.skip_reason
 
 
 def test_what_data_ranks_have_summed_is_told_apart_by_loss_and_weights(world: Callable) -> None:
@@ -202,7 +207,7 @@ def skipped_at_the_smallest_scale() -> tuple[list[float | None], list[str | None
     plant_nan(trainer, {1, 2, 3, 4}, 1, "layers.1.mlp.up.weight")
     loader = make_loader(trainer.recipe, get_rank())
     results = [trainer.train_step(loader.batch(step)) for step in range(6)]
-    told = [result.left_out for result in results]
+    told = [result.skip_reason for result in results]
     return [result.loss_scale for result in results], told, trainer.progress.skipped_steps
 
 

@@ -19,7 +19,7 @@ from parallel3d.convert import pretrained
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.pretrained import load_safetensors, parameters_on_meta
 from parallel3d.errors import CheckpointError
-from parallel3d.layers.gradients import local_tensor
+from parallel3d.layers.weight_gradients import local_tensor
 from tests.distributed.test_families import VOCAB, B, S, build, whole
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
-from parallel3d.layers.gradients import local_tensor
+from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.sharding.optimizer_parts import LocalParameter
 from parallel3d.tools.bench.counting import CollectiveCounter
 from parallel3d.training.trainer import Trainer

@@ -103,7 +103,7 @@ class Ended:
     curve: dict[int, tuple[float, float]]  # the steps of this process
     back_at: list[int]
     said: list[str]
-    left_out: tuple[SequenceRange, ...]
+    skipped_ranges: tuple[SequenceRange, ...]
     skipped_steps: int
     error: str
 
@@ -163,7 +163,7 @@ def run(
         told.curve,
         told.back_at,
         said,
-        trainer.left_out.ranges,
+        trainer.skipped_ranges.ranges,
         trainer.progress.skipped_steps,
         error,
     )
@@ -193,10 +193,12 @@ def test_a_run_goes_on_as_if_the_nonsense_had_not_been_there(
     assert straight.back_at == [12]
     assert without.back_at == []
     assert straight.curve == without.curve  # to the bit
-    assert straight.left_out == without.left_out
+    assert straight.skipped_ranges == without.skipped_ranges
     assert straight.skipped_steps == 0
     if "local_sgd" not in settings:
-        everywhere = plain_curve(replace(recipe, data=DataConfig(skip=without.left_out)), STEPS)
+        everywhere = plain_curve(
+            replace(recipe, data=DataConfig(skip=without.skipped_ranges)), STEPS
+        )
         assert_follows(list(straight.curve.values()), everywhere)
     said = [line for line in straight.said if "waits until" not in line]  # said by a slow disk
     assert said[0].startswith(f"warning: step {SPIKED}: a spike: ")
@@ -209,7 +211,7 @@ def test_a_run_goes_on_as_if_the_nonsense_had_not_been_there(
     assert rollbacks == [0] * 12 + [1] * (STEPS - 12)
     saved = read_manifest(tmp_path / "straight/checkpoints/step_00000020").progress
     assert saved.skip == ()
-    assert saved.skipped_by_rollbacks == without.left_out
+    assert saved.skipped_by_rollbacks == without.skipped_ranges
     assert saved.spikes.spikes == 1
     assert saved.spikes.rollbacks == 1
     assert saved.spikes.last_spike == SPIKED
@@ -234,7 +236,7 @@ def test_a_run_that_is_killed_after_it_went_back_resumes_to_the_bit(
     assert resumed.back_at == []
     assert resumed.curve == {step: straight.curve[step] for step in range(13, STEPS + 1)}
     two_steps = SequenceRange(first=104, last=119)
-    assert resumed.left_out == straight.left_out == (two_steps,)
+    assert resumed.skipped_ranges == straight.skipped_ranges == (two_steps,)
 
 
 def spikes_by_what_is_done(folder: Path) -> dict[str, Ended]:

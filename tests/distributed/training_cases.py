@@ -36,8 +36,8 @@ from parallel3d.data.loader import Batch, BatchLoader
 from parallel3d.data.mixture import windows_of_run
 from parallel3d.data.windows import TokensInMemory
 from parallel3d.engine import Observe
-from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import initial_weights
+from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.models.llama import Llama

@@ -12,10 +12,9 @@ from torch.nn import functional as F
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
-from parallel3d.layers.context import attend_chunks
+from parallel3d.layers.context_parallel import attend_chunks
 from parallel3d.layers.experts import ParallelExperts, grouped
 from parallel3d.layers.fused_attention import attend
-from parallel3d.layers.gradients import add_product
 from parallel3d.layers.parameter import ParallelContext, set_fused_gradients
 from parallel3d.layers.sequence import SequencePart
 from parallel3d.layers.vocabulary import (
@@ -23,6 +22,7 @@ from parallel3d.layers.vocabulary import (
     VocabParallelHead,
     head_cross_entropy,
 )
+from parallel3d.layers.weight_gradients import add_product
 from parallel3d.mesh import Axis
 from parallel3d.tools.bench.layers import GPU_SIZES, measure
 from parallel3d.tools.bench.report import rows_against_peer

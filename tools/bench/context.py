@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel3d.config.recipe import ModelConfig
-from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import initial_weights
 from parallel3d.layers.sequence import SequencePart
+from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.stage import BlockRange, cut

@@ -29,8 +29,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from parallel3d.convert.apply import tensor_parallelize
-from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import named_specs, set_fused_gradients
+from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.stage import BlockRange, cut

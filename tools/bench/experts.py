@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.layers.experts import ParallelExperts
-from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.mlp import ParallelMLP
 from parallel3d.layers.parameter import ParallelContext, initialize, set_fused_gradients
+from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.mesh import Role, build_mesh, expert_mesh
 from parallel3d.sharding.apply import shard
 from parallel3d.tools.bench.harness import (

@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.build_engine import compile_blocks
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
-from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.loss import vocab_parallel_cross_entropy
 from parallel3d.layers.parameter import (
     ParallelContext,
@@ -31,6 +30,7 @@ from parallel3d.layers.parameter import (
     set_fused_gradients,
 )
 from parallel3d.layers.vocabulary import VocabParallelHead, head_cross_entropy
+from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.mesh import Axis
 from parallel3d.models.llama import Llama
 from parallel3d.pipeline.stage import BlockRange, cut

@@ -27,9 +27,9 @@ from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.layers import linear, loss
 from parallel3d.layers.collectives import gather
 from parallel3d.layers.experts import ParallelExperts
-from parallel3d.layers.gradients import local_tensor
 from parallel3d.layers.parameter import shard_like
 from parallel3d.layers.router import Router
+from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.mesh import build_mesh
 from parallel3d.models import model_class
 from parallel3d.sharding.optimizer_parts import LocalParameter

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.checkpoint.store import CONFIG_JSON, is_pretrained
-from parallel3d.config.hugging_face import from_hugging_face, left_out, read_config_json
+from parallel3d.config.hugging_face import from_hugging_face, ignored_keys, read_config_json
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.config.yaml_text import dump_yaml
 from parallel3d.errors import ConfigError
@@ -31,7 +31,7 @@ def answer(options: Namespace) -> Reply:
         )
     config = read_config_json(path)
     model = from_hugging_face(config, path)
-    problems = [*left_out(config, path)]
+    problems = [*ignored_keys(config, path)]
     if problems:
         raise ConfigError("\n".join(f"{folder}: {problem}" for problem in problems))
     _check_tensors(folder, model)

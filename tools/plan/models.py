@@ -15,7 +15,7 @@ from parallel3d.config.hugging_face import (
     CLASSES,
     check_model,
     from_hugging_face,
-    left_out,
+    ignored_keys,
     read_config_json,
     sizes_of,
     windowed_layers,
@@ -167,7 +167,7 @@ def _of_config_json(path: Path, text: str) -> Model:
         said=text,
         config=config,
         longest=said.get("max_position_embeddings"),
-        notes=(*left_out(said, path), *window_notes(said)),
+        notes=(*ignored_keys(said, path), *window_notes(said)),
     )
 
 

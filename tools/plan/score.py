@@ -16,7 +16,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.uncertainty import error_model_of
 from parallel3d.planner.published.cases import CaseFile, read_cases
-from parallel3d.planner.published.score import Errors, Score, left_out, score
+from parallel3d.planner.published.score import Errors, Score, score, without_own_sources
 from parallel3d.planner.search.request import PlanRequest
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.cli_output import Reply, write_output
@@ -41,7 +41,7 @@ def answer(options: argparse.Namespace) -> Reply:
         )
     scores = {_PLAIN: with_ranges(file)}
     if options.leave_out is not None or options.record is not None:
-        scores[_LEFT_OUT] = with_ranges(left_out(file, scores[_PLAIN]))
+        scores[_LEFT_OUT] = with_ranges(without_own_sources(file, scores[_PLAIN]))
     if options.record is not None:
         figures = accuracy_of(file, scores[_LEFT_OUT])
         if options.record.resolve() == RECORDED.resolve():

@@ -157,7 +157,7 @@ def score(
     )
 
 
-def left_out(file: CaseFile, plain: Score) -> CaseFile:
+def without_own_sources(file: CaseFile, plain: Score) -> CaseFile:
     """Returns the cases, each with a stack quality fitted on all sources except its own.
 
     `plain` is the score of the unchanged cases.
