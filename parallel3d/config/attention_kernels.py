@@ -177,7 +177,7 @@ def kernel_of_recipe(recipe: Recipe, device: AttentionDevice) -> AttentionKernel
         has_window=model.has_window(train.seq_len),
         has_documents=recipe.data.documents == "mask",
         has_dropout=model.attention_dropout > 0,
-        has_chunks=recipe.parallel.cp > 1,
+        has_chunks=recipe.parallel.sequence_chunks > 1,
     )
     return attention_kernel(call, device)
 
@@ -190,7 +190,7 @@ def attention_errors(recipe: Recipe, device: AttentionDevice) -> list[str]:
     parallel = recipe.parallel
     scores = parallel.microbatch_size * (recipe.model.heads // parallel.tp)
     per_score = scores * kernel.score_bytes + kernel.mask_bytes
-    quadratic_bytes = train.seq_len**2 // parallel.cp * per_score
+    quadratic_bytes = train.seq_len * recipe.own_seq_len * per_score
     if device.type != "cuda" or quadratic_bytes <= MOST_SCORE_BYTES:
         return []
     key = "train.precision"

@@ -347,6 +347,16 @@ class ParallelConfig:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def shard_ranks(self) -> int:
+        """Number of ranks over which parameters can be sharded."""
+        return self.dp_shard * self.cp
+
+    @property
+    def sequence_chunks(self) -> int:
+        """Number of chunks of each sequence, of which a rank holds two, or the only one."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
     def stages(self) -> int:
         """Number of pipeline stages of the model, over all pipeline ranks."""
         return self.pp * self.virtual_stages
@@ -784,6 +794,11 @@ class Recipe:
     def microbatches(self) -> int:
         """Number of microbatches per step and data-parallel rank, for a batch of full size."""
         return self.train.global_batch_size // (self.parallel.dp * self.parallel.microbatch_size)
+
+    @property
+    def own_seq_len(self) -> int:
+        """Number of tokens of each sequence on one rank."""
+        return self.train.seq_len // self.parallel.cp
 
     @property
     def batch_sizes(self) -> BatchSizes:

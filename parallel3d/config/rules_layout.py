@@ -119,9 +119,9 @@ def parallel_errors(recipe: Recipe) -> Iterator[str]:
     model = recipe.model
     parallel = recipe.parallel
     seq_len = recipe.train.seq_len
-    own_tokens, rest = divmod(seq_len, parallel.cp)
-    if parallel.cp > 1 and (rest or own_tokens % 2):
-        chunks = 2 * parallel.cp
+    own_tokens = recipe.own_seq_len
+    chunks = parallel.sequence_chunks
+    if seq_len % chunks:
         yield (
             f"<train.seq_len>: must be a multiple of {chunks}, because <parallel.cp> splits a "
             f"sequence into {chunks} chunks; try {any_of(multiples_near(seq_len, chunks))}"
@@ -176,7 +176,7 @@ def expert_errors(recipe: Recipe) -> Iterator[str]:
             "<model.experts.shared_gate>: only used with model.experts.shared_hidden; try "
             f"model.experts.shared_hidden={experts.hidden}, or remove shared_gate"
         )
-    ranks = parallel.dp_shard * parallel.cp * parallel.tp
+    ranks = parallel.shard_ranks * parallel.tp
     if ranks % ep or experts.count % ep or ep % parallel.tp:
         fitting = [
             size for size in divisors(math.gcd(ranks, experts.count)) if size % parallel.tp == 0
@@ -188,7 +188,7 @@ def expert_errors(recipe: Recipe) -> Iterator[str]:
             f"parallel.ep = {ep}: must divide dp_shard x cp x tp = {ranks} and "
             f"<model.experts.count>, and be a multiple of <parallel.tp>; {tries}"
         )
-    tokens = parallel.microbatch_size * recipe.train.seq_len // parallel.cp
+    tokens = parallel.microbatch_size * recipe.own_seq_len
     if tokens % parallel.tp:
         yield (
             f"<parallel.microbatch_size>: a microbatch of {tokens} tokens on a rank must be a "

@@ -39,7 +39,7 @@ class MeanLoss:
         self.is_plain = False
         self.chunk_tokens = tokens_at_a_time(
             recipe.train.loss_chunk_tokens,
-            tokens=recipe.parallel.microbatch_size * recipe.train.seq_len // recipe.parallel.cp,
+            tokens=recipe.parallel.microbatch_size * recipe.own_seq_len,
             vocab=recipe.model.vocab,
             tp=recipe.parallel.tp,
             gpu_bytes=gpu_bytes,

@@ -210,7 +210,7 @@ def expected_part(
     if len(shape) != full.ndim or shape[0] * parallel.dp != full.shape[0]:
         return None
     part = np.split(full, parallel.dp, axis=0)[dp_rank(parallel, rank)]
-    if parallel.cp > 1 and part.shape[1] % (2 * parallel.cp) == 0:
+    if parallel.cp > 1 and part.shape[1] % parallel.sequence_chunks == 0:
         sequence = SequencePart(Axis(parallel.cp, coordinates[SPLIT_SEQUENCES], None))
         part = sequence.take(torch.from_numpy(part), 1).numpy()
     for dim in range(1, full.ndim):

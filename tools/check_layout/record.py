@@ -67,7 +67,7 @@ def record_recipe(recipe: Recipe, whole_steps: int | None = None) -> TrainingRec
     record.parameter_count = trainer.progress.parameters
     trainer.engine.publish()
     loader = random_batches(recipe)
-    chunk_tokens = recipe.parallel.microbatch_size * train.seq_len // recipe.parallel.cp // 2 + 1
+    chunk_tokens = recipe.parallel.microbatch_size * recipe.own_seq_len // 2 + 1
     modules = [stage.module for stage in trainer.stages]
 
     def train_step(step: int, is_whole: bool) -> TrainedStep:

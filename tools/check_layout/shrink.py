@@ -48,7 +48,7 @@ def shrink(
             train,
             steps=steps,
             global_batch_size=parallel.dp * microbatch_size * microbatches,
-            seq_len=_up(SEQ_LEN, 2 * parallel.cp * shards if parallel.cp > 1 else shards),
+            seq_len=_up(SEQ_LEN, parallel.sequence_chunks * shards),
             precision="fp32",
             loss_chunk_tokens=None,
             batch_warmup_start=None,

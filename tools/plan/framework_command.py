@@ -97,7 +97,7 @@ def _values(best: Strategy, model: Model) -> dict[str, Any]:
         "uneven_stages": 0 if is_even else layout.virtual_stages,
         "recomputed": ceil(depth / layout.recompute_every),
         "tied_in_pipeline": shape.tied_embeddings and layout.pp > 1,
-        "ep_across_replicas": layout.dp_shard * layout.cp * layout.tp % layout.ep > 0,
+        "ep_across_replicas": layout.shard_ranks * layout.tp % layout.ep > 0,
         "rank_tokens": layout.microbatch_size * q.seq_len,
         "step_tokens": q.global_batch_size * q.seq_len,
     }

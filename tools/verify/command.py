@@ -96,7 +96,7 @@ def verify(recipe: Recipe, rank: int) -> Verified:
     )
     dry = dry_run(recipe, rank, gpu_bytes=run.cluster.device.gpu_bytes)
     tp, shards, ep, expert_shards = run.layout.splits
-    index = place.dp_shard * run.layout.cp + place.cp
+    index = rank // tp % run.layout.shard_ranks
     count = rank_numel(run.shape, parts, tp, shards=shards, at=(place.tp, index % shards))
     layers = sum(part.layers - part.dense for part in parts)
     count += expert_numel_on(

@@ -319,7 +319,7 @@ def from_config(
     if not framework.is_parallel3d:
         gather = parallel.gather or other_gather(parallel.pp, microbatches)
     usual_ep = parallel.tp if framework.is_parallel3d else 1
-    split = parallel.dp_shard * parallel.cp
+    split = parallel.shard_ranks
     shards = 1 if parallel.strategy in REPLICATED else split
     beyond = {
         "sharding": parallel.strategy,
