@@ -9,6 +9,7 @@ from typing import Any
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.report.page import (
+    MORE_AXES,
     Plan,
     all_notes,
     header,
@@ -32,7 +33,7 @@ _FIGURES = {
     "gpu_hours": "GPU-hours",
     "price": "US dollars",
 }
-_AXES = ("tp", "pp", "virtual_stages", "cp", "ep", "dp_shard", "dp_replicate", "microbatch_size")
+_AXES = ("tp", "pp", "virtual_stages", *MORE_AXES, "dp_shard", "dp_replicate", "microbatch_size")
 
 
 def check_page(path: Path | None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf, prod
 
+from parallel3d.config.recipe import Coordinates
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.model.parameters import total_parameters
@@ -47,9 +48,10 @@ Row = tuple[PlanRequest, Strategy | str]
 def answer(options: argparse.Namespace) -> Reply:
     """Finds the limit named by `options.what`, or all four."""
     fixed = read_fixed(options)
-    axes = (fixed.pp, fixed.tp, fixed.cp, fixed.dp_shard, fixed.dp_replicate)
     # `cluster` searches for this number, but a request needs one that the fixed axes allow.
-    needed = prod(axis or 1 for axis in axes) if options.what == "cluster" else None
+    needed = None
+    if options.what == "cluster":
+        needed = prod(getattr(fixed, axis) or 1 for axis in Coordinates._fields)
     asked = read_request(options, gpus=options.gpus or needed, fixed=fixed)
     check_fixed(asked.request)
     limits = dict(_limits(asked.request, options.what))

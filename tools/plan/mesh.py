@@ -13,16 +13,16 @@ from parallel3d.planner.time.traffic import sent_bytes
 def mesh_tree(best: Strategy) -> dict[str, Any]:
     """Returns the axes of a layout, the innermost first. The ranks of an axis are `stride` apart.
 
-    The ranks of ep are also those of tp, cp and dp_shard.
+    The ranks of ep are also those of other axes.
     """
     run = best.run
     layout = run.layout
     sent = sent_bytes(run)
     strides = {"ep": layout.expert_tp} if run.shape.experts else {}
     stride = 1
-    for axis in ("tp", "cp", "dp_shard", "dp_replicate", "pp"):
+    for axis, size in reversed(layout.axes.items()):
         strides[axis] = stride
-        stride *= getattr(layout, axis)
+        stride *= size
     axes = []
     for axis, stride in strides.items():
         size = getattr(layout, axis)

@@ -27,6 +27,7 @@ from parallel3d.planner.time.step import TimeParts
 WIDTH = 80
 MEMORY_KINDS = tuple(f.name for f in fields(RankMemory) if f.name not in ("rank", "moment"))
 TIME_KINDS = tuple(f.name for f in fields(TimeParts))
+MORE_AXES = ("cp", "ep")  # Axes that tables show only if some layout uses them.
 _BAR = 8  # Width of a memory bar in characters.
 _MOST_LINES = 22
 _MOST_REJECTED = 3
@@ -313,7 +314,7 @@ def layout_columns(layouts: Sequence[ParallelConfig]) -> Iterator[str]:
     replicated), `mb` the microbatch size.
     """
     axes = []
-    for axis in ("cp", "ep"):
+    for axis in MORE_AXES:
         if any((getattr(parallel, axis) or 1) > 1 for parallel in layouts):
             axes.append(axis)
     yield f"  tp  pp  vs{''.join(f'  {axis}' for axis in axes)}  dp s x r  mb recompute"

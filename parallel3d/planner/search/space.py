@@ -347,7 +347,7 @@ def check_fixed(request: PlanRequest) -> None:
         )
         for error in expert_errors(_recipe(request, most)):
             raise ConfigError(error)
-    axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    axes = least.axes
     sizes = {axis: getattr(fixed, axis) for axis in axes if getattr(fixed, axis)}
     size = prod(sizes.values())
     if gpus % size:
