@@ -21,6 +21,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.existing_model import ExistingModel
 from parallel3d.layers.parameter import ParallelModule
 from parallel3d.layers.positions import PackedDocuments
+from parallel3d.mesh import LAYER_AXES
 from parallel3d.models.decoder import NoOptions
 from parallel3d.pipeline.stage import OWN_NAMES
 
@@ -42,13 +43,16 @@ def check_custom(model_class: ModelClass, recipe: Recipe) -> None:
         return
     read_options(getattr(model_class, "Options", NoOptions), config.options)
     taken = signature(model_class).parameters.values()
-    if recipe.parallel.cp > 1 and not any(
-        each.name == "cp" or each.kind is each.VAR_KEYWORD for each in taken
-    ):
-        raise ConfigError(
-            f"parallel.cp = {recipe.parallel.cp}: the constructor of {config.architecture} has no "
-            "argument cp; add cp=None and pass it on in the ParallelContext, or try parallel.cp=1"
-        )
+    names = {each.name for each in taken}
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in taken)
+    for axis in LAYER_AXES:
+        size = recipe.parallel.axes[axis]
+        if size > 1 and axis not in names and not takes_any:
+            raise ConfigError(
+                f"parallel.{axis} = {size}: the constructor of {config.architecture} has no "
+                f"argument {axis}; add {axis}=None and pass it on in the ParallelContext, or try "
+                f"parallel.{axis}=1"
+            )
     read: set[str] = set()
     with naming_user_code(f"{said}: building the model failed"):
         model = model_class(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from inspect import signature
 
@@ -21,7 +21,7 @@ from parallel3d.layers.parameter import (
     set_fused_gradients,
 )
 from parallel3d.layers.vocabulary import VocabParallelHead
-from parallel3d.mesh import ONE_RANK, Axis, Role, axes_of, expert_mesh
+from parallel3d.mesh import Axis, Role, axes_of, expert_mesh
 from parallel3d.pipeline.boundary import TensorSpec
 from parallel3d.pipeline.execution import LossFunction, Stage
 from parallel3d.pipeline.runtime import PipelineRuntime
@@ -40,8 +40,8 @@ from parallel3d.sharding.optimizer_parts import ShardedData, local_parameters
 from parallel3d.sharding.settings import Dtypes, ShardingOptions
 
 # Builds the full model on the meta device, with its layers split over `tp`. Called as
-# model_class(config, tp=, sequence_parallel=, recompute=, recompute_every=, device=), and with cp=
-# if the layout splits sequences.
+# model_class(config, tp=, sequence_parallel=, recompute=, recompute_every=, device=), and with the
+# axes of `LAYER_AXES` that have several ranks.
 ModelClass = Callable[..., nn.Module]
 
 
@@ -63,21 +63,22 @@ def build_engine(
     device: torch.device,
     schedule: Schedule,
     loss_fn: LossFunction,
+    layer_axes: Mapping[str, Axis],
     *,
-    cp: Axis = ONE_RANK,
     initialize: bool,
 ) -> Engine:
     """Builds the stages, parameters and pipeline of this rank.
 
     Each stage is built on the meta device, split over tp, compiled if `train.compile`, and sharded
-    over the data-parallel axes. `cp` is the context-parallel axis. Initial weights depend on the
-    seed, not on the layout. Without `initialize`, parameters stay uninitialized, to be loaded from
-    a checkpoint. Raises ConfigError if the model cannot mask documents as requested.
+    over the data-parallel axes. `layer_axes` are those of `mesh.layer_axes`. Initial weights depend
+    on the seed, not on the layout. Without `initialize`, parameters stay uninitialized, to be
+    loaded from a checkpoint. Raises ConfigError if the model cannot mask documents as requested.
     """
     parallel = recipe.parallel
     pp = mesh[Role.SPLIT_LAYERS]
     tp = mesh[Role.SPLIT_TENSORS]
     experts = expert_mesh(mesh, parallel.expert_ranks)
+    split = {name: axis for name, axis in layer_axes.items() if axis.size > 1}
     build = partial(
         model_class,
         recipe.model,
@@ -86,7 +87,7 @@ def build_engine(
         recompute="full" if parallel.recompute == "every_n" else parallel.recompute,
         recompute_every=parallel.recompute_every or 1,
         device="meta",
-        **({"cp": cp} if cp.size > 1 else {}),
+        **split,
         **({"ep": experts[Role.SPLIT_TENSORS]} if recipe.model.experts else {}),
     )
     reference = build()
@@ -107,7 +108,7 @@ def build_engine(
     # Compiled graphs must not contain collectives of layers, split backward passes, selective
     # recompute, or document masks and experts, whose sizes vary.
     is_cut = schedule.splits or parallel.recompute == "selective"
-    sends = parallel.tp * parallel.cp > 1 or recipe.model.experts is not None
+    sends = parallel.tp > 1 or bool(split) or recipe.model.experts is not None
     compile_parts = compile_pieces if sends or is_cut or masks else compile_blocks
     stages = []
     data = []

@@ -44,7 +44,7 @@ from parallel3d.convert.rules import (
 from parallel3d.errors import ConfigError
 from parallel3d.layers.parameter import ParameterSpec
 from parallel3d.layers.recompute import recomputed
-from parallel3d.mesh import Role
+from parallel3d.mesh import LAYER_AXES, Role
 from parallel3d.pipeline.split_model import FAMILIES as STAGE_FAMILIES
 from parallel3d.pipeline.split_model import LLAMA, check_stages, spec_of, without_absent
 from parallel3d.pipeline.stage import SplitSpec, block_ranges, check_nothing_lost
@@ -124,11 +124,12 @@ class ExistingModel:
                 )
         if config.dropout or config.attention_dropout:
             faults.append("model.dropout: not supported by this architecture; set it to 0")
-        if parallel.cp > 1:
-            faults.append(
-                f"parallel.cp = {parallel.cp}: not supported by this architecture, because its "
-                "attention sees only the tokens of its rank; try parallel.cp=1"
-            )
+        for axis, why in LAYER_AXES.items():
+            if parallel.axes[axis] > 1:
+                faults.append(
+                    f"parallel.{axis} = {parallel.axes[axis]}: not supported by this architecture, "
+                    f"because {why}; try parallel.{axis}=1"
+                )
         if recipe.train.compile and parallel.tp > 1:
             faults.append(
                 f"train.compile = true: not supported with parallel.tp = {parallel.tp} and this "

@@ -38,6 +38,8 @@ class Role(StrEnum):
 
 DATA_ROLES = (Role.REPLICATE, Role.SHARD_PARAMETERS)  # Axes whose ranks receive different data.
 SPLIT_SEQUENCES = "cp"  # Axis of the layout that the mesh merges into SHARD_PARAMETERS.
+# Axes that model classes take as arguments of these names, and why other models cannot use them.
+LAYER_AXES = {SPLIT_SEQUENCES: "its attention sees only the tokens of its rank"}
 _CAUSES: dict[str, Cause] = {Role.SPLIT_LAYERS: "pp_bubble", Role.SPLIT_TENSORS: "tp"}
 
 
@@ -126,6 +128,11 @@ def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh:
     sizes = parallel.axes
     sizes[Role.SHARD_PARAMETERS] *= sizes.pop(SPLIT_SEQUENCES)
     return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+
+def layer_axes(mesh: DeviceMesh, parallel: ParallelConfig) -> dict[str, Axis]:
+    """Returns the axes of `LAYER_AXES` by name. Collective."""
+    return {SPLIT_SEQUENCES: sequence_axis(mesh, parallel.cp)}
 
 
 def sequence_axis(mesh: DeviceMesh, cp: int) -> Axis:

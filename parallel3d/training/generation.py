@@ -45,7 +45,7 @@ def generate(trainer: Trainer, tokenizer: Tokenizer, train: TrainConfig) -> str:
         outputs = trainer.logits(batch, documents_ended_by(end_of_text, batch))
         token = torch.zeros((), dtype=torch.int64, device=trainer.device)
         if outputs:  # Only the ranks of the last stage have logits.
-            # The sum broadcasts the logits of the last token, which one rank of cp has.
+            # The sum broadcasts the logits of the last token, which one rank has.
             is_last = part.positions(seq_len, trainer.device) == len(window) - 1
             own = outputs[0][0].masked_fill(~is_last.unsqueeze(1), 0.0).sum(0)
             logits = gather(all_reduce(own, part.axis), tp, dim=0)  # [vocab / tp] -> [vocab]

@@ -25,7 +25,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.layers.collectives import all_reduce_over
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.layers.sequence import SequencePart
-from parallel3d.mesh import Axis, Role, axes_of, replica_mesh, sequence_axis
+from parallel3d.mesh import SPLIT_SEQUENCES, Axis, Role, axes_of, layer_axes, replica_mesh
 from parallel3d.optimizers.build import build_optimizer
 from parallel3d.schedules.build import build_schedule
 from parallel3d.schedules.schedule import Schedule
@@ -103,8 +103,8 @@ class Trainer:
                 "local_sgd.sync_every=null"
             )
         self.axes = axes_of(self.mesh)
-        cp = sequence_axis(self.mesh, recipe.parallel.cp)
-        self.sequence_part = SequencePart(cp)
+        within_layers = layer_axes(self.mesh, recipe.parallel)
+        self.sequence_part = SequencePart(within_layers[SPLIT_SEQUENCES])
         self.loss = MeanLoss(own_recipe, self.axes[Role.SPLIT_TENSORS], gpu_bytes)
         self.engine = build_engine(
             model_class,
@@ -113,7 +113,7 @@ class Trainer:
             device,
             self.schedule_of(own_recipe.microbatches),
             self.loss,
-            cp=cp,
+            within_layers,
             initialize=initialize,
         )
         self.pipeline = self.engine.pipeline
