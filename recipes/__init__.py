@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
+from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError, printable
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.models import model_class
+from parallel3d.models import model_class, shape_cards
 from parallel3d.planner.hardware.cluster import cluster_of_cuda
 from parallel3d.planner.model.training import unmodeled_settings
 from parallel3d.tools.arguments import HARDWARE
@@ -49,6 +50,11 @@ def find_recipe(name_or_path: str) -> Path:
     if near:
         advice = f"did you mean {near[0]}?"
     raise ConfigError(f"recipe {name_or_path}: no such file or shipped recipe; {advice}")
+
+
+def named_recipe(name_or_path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Loads a recipe, given its path or the name of a shipped recipe."""
+    return load_recipe(find_recipe(name_or_path), overrides, cards=shape_cards())
 
 
 @dataclass(frozen=True)

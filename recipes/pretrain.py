@@ -20,7 +20,7 @@ from pathlib import Path
 
 import parallel3d
 from parallel3d import recipes
-from parallel3d.config.load import load_recipe, to_yaml
+from parallel3d.config.load import to_yaml
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import fit_to_workers, product
 from parallel3d.config.schema import recipe_schema
@@ -33,8 +33,8 @@ from parallel3d.launch.rendezvous import Rendezvous, join_attempt, was_requeued
 from parallel3d.launch.run_dir import RunOutcome, check_compiler, check_run_dir
 from parallel3d.launch.run_lock import locked
 from parallel3d.launch.signals import SAVE_SIGNAL, handled
-from parallel3d.models import check_model, shape_cards
-from parallel3d.recipes import Job, evaluate, find_recipe, shipped_recipes
+from parallel3d.models import check_model
+from parallel3d.recipes import Job, evaluate, named_recipe, shipped_recipes
 from parallel3d.recipes.deepspeed import from_deepspeed
 from parallel3d.recipes.range_test import range_test_settings
 from parallel3d.tools.arguments import Parser, add_recipe
@@ -173,7 +173,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def _load(options: argparse.Namespace) -> Job:
-    recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
+    recipe = named_recipe(options.recipe, options.overrides)
     return Job(recipe, arguments=(user_command(options.command_line),))
 
 

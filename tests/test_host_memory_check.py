@@ -7,19 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
 from parallel3d.launch.free_memory import FreeMemory, free_memory
-from parallel3d.models import shape_cards
-from parallel3d.recipes import shipped_recipes
+from parallel3d.recipes import named_recipe
 from parallel3d.recipes.host_memory_check import check_host
 
 GIB = 1 << 30
 
 
 def quickstart(*overrides: str) -> Recipe:
-    return load_recipe(shipped_recipes()["quickstart"], overrides, cards=shape_cards())
+    return named_recipe("quickstart", overrides)
 
 
 def write(files: dict[str, str], under: Path) -> None:

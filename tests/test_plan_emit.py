@@ -15,7 +15,7 @@ import yaml
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe, RopeScaling
 from parallel3d.models import shape_cards
-from parallel3d.recipes import pretrain
+from parallel3d.recipes import named_recipe, pretrain
 from parallel3d.tools.launch.script import LAUNCHERS
 from parallel3d.tools.plan import command as plan
 
@@ -108,7 +108,7 @@ def test_a_token_budget_is_steps_and_checkpoints(capsys: Said) -> None:
 
 def test_ones_own_recipe_keeps_its_other_sections(capsys: Said) -> None:
     recipe = emit("--model quickstart --gpu cpu --gpus 2 --seq-len 64", capsys)
-    mine = load_recipe(pretrain.find_recipe("quickstart"), cards=shape_cards())
+    mine = named_recipe("quickstart")
     assert recipe.optimizer == mine.optimizer
     assert recipe.checkpoint == mine.checkpoint
     assert recipe.train.steps == mine.train.steps

@@ -12,12 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from parallel3d.config.load import load_recipe, to_yaml
+from parallel3d.config.load import to_yaml
 from parallel3d.errors import RunLockedError
 from parallel3d.launch import run_lock
 from parallel3d.launch.run_lock import LOCK_FILE, locked
-from parallel3d.models import shape_cards
-from parallel3d.recipes import find_recipe, pretrain
+from parallel3d.recipes import named_recipe, pretrain
 
 HOLD = """
 import sys, time
@@ -101,7 +100,7 @@ def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_second_start_moves_nothing_of_the_run_that_trains(
     earlier: Path, monkeypatch: pytest.MonkeyPatch, capsys: Said
 ) -> None:
-    recipe = load_recipe(find_recipe("quickstart"), cards=shape_cards())
+    recipe = named_recipe("quickstart")
     (earlier / "config.yaml").write_text(to_yaml(recipe))
     with locked(earlier):
         for resume in ("none", "auto"):

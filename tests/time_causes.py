@@ -16,12 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
 from parallel3d.launch.local import launch_local
 from parallel3d.launch.rendezvous import Rendezvous
-from parallel3d.models import shape_cards
-from parallel3d.recipes import find_recipe
+from parallel3d.recipes import named_recipe
 from parallel3d.watch.step_clock import CLOCK, Cause
 from tests.one_rank import read_metrics
 
@@ -83,7 +81,7 @@ def run(layout: str, place: str = "", saves: str = "") -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         settings = [f"parallel.{setting}" for setting in layout.split()]
         overrides = [*SMALL.split(), *settings, *saves.split(), f"run_dir={folder}/run"]
-        recipe = load_recipe(find_recipe("quickstart"), overrides, cards=shape_cards())
+        recipe = named_recipe("quickstart", overrides)
         sys.stderr.flush()
         target = "tests.time_causes:train"
         status = launch_local(target, recipe, recipe.parallel.world_size, arguments=[place])

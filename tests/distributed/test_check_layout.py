@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from parallel3d import engine
 from parallel3d.config.experts import ExpertsConfig
-from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.convert.apply import tensor_parallelize
 from parallel3d.convert.rules import Column, Rules
@@ -36,8 +35,7 @@ from parallel3d.layers.router import Router
 from parallel3d.layers.sequence import SequencePart
 from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.mesh import Axis
-from parallel3d.models import shape_cards
-from parallel3d.recipes import find_recipe
+from parallel3d.recipes import named_recipe
 from parallel3d.sharding.optimizer_parts import OptimizerPart
 from parallel3d.tools.check_layout.compare import LayoutComparison, compare
 from parallel3d.tools.check_layout.data import TrainingRecord
@@ -251,7 +249,7 @@ def record_alone(job: Recipe | ModelCheck) -> TrainingRecord:
 
 def small(name: str, model: Any = None, tied: bool = False, **parallel: Any) -> Recipe:
     """Returns a shipped recipe, shrunk, in a layout of the test's."""
-    recipe = load_recipe(find_recipe(name), cards=shape_cards())
+    recipe = named_recipe(name)
     changed = replace(recipe.model, **(model or {}))
     changed = replace(changed, tied_embeddings=tied or changed.tied_embeddings)
     layout = ParallelConfig(microbatch_size=2, **parallel)
@@ -286,7 +284,14 @@ GPT = {
     "attention_dropout": 0.1,
 }
 SEQUENCE = {"tp": 2, "sequence_parallel": True}
-MIXTURE = {"experts": ExpertsConfig(count=8, per_token=2, hidden=96, bias_rate=0.01)}
+MIXTURE = {
+    "experts": ExpertsConfig(
+        count=8,
+        per_token=2,
+        hidden=96,
+        bias_rate=0.01,
+    )
+}
 
 
 LAYOUTS = [

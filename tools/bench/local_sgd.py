@@ -11,12 +11,11 @@ import sys
 import torch
 import torch.distributed as dist
 
-from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
 from parallel3d.data.corpus import load_corpora
 from parallel3d.mesh import build_mesh
-from parallel3d.models import model_class, shape_cards
-from parallel3d.recipes import find_recipe
+from parallel3d.models import model_class
+from parallel3d.recipes import named_recipe
 from parallel3d.tools.bench.counting import CollectiveCounter
 from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen, row_of
 from parallel3d.tools.local_ranks import run_ranks
@@ -64,7 +63,7 @@ def bench_local_sgd(options: Options) -> list[ResultRow]:
     results = {}
     for name in announced([_PEER, *names]):
         overrides = (*LAYOUT, *length, *CASES.get(name, ()))
-        recipe = load_recipe(find_recipe("quickstart"), overrides, cards=shape_cards())
+        recipe = named_recipe("quickstart", overrides)
         results[name] = run_ranks(train, recipe, world_size=recipe.parallel.world_size)
     rows = []
     for name in names:

@@ -14,12 +14,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import LocalSgdConfig, ParallelConfig, Recipe
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError, Parallel3dError
-from parallel3d.models import check_model, shape_cards
-from parallel3d.recipes import find_recipe
+from parallel3d.models import check_model
+from parallel3d.recipes import named_recipe
 from parallel3d.tools.check_layout.compare import compare
 from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.plain import record_plain
@@ -84,7 +83,7 @@ def assert_conforms(
         >>> print(report)
     """
     if not isinstance(recipe, Recipe):
-        recipe = load_recipe(find_recipe(str(recipe)), cards=shape_cards())
+        recipe = named_recipe(str(recipe))
     alone = _small(recipe)
     check_model(alone)
     reference = run(record_plain, alone, WHOLE_STEPS, world_size=1)

@@ -9,12 +9,10 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
 from parallel3d.config.rules import product
 from parallel3d.errors import ConfigError, printable
-from parallel3d.models import shape_cards
-from parallel3d.recipes import find_recipe
+from parallel3d.recipes import named_recipe
 from parallel3d.tools.cli_output import Reply
 from parallel3d.tools.command_line import CommandLine
 from parallel3d.tools.launch.script import LAUNCHERS, Launcher, Site
@@ -59,7 +57,7 @@ answer_k8s = partial(_answer, "k8s")
 
 
 def _recipe(options: argparse.Namespace) -> Recipe:
-    return load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
+    return named_recipe(options.recipe, options.overrides)
 
 
 def _workers_per_node(recipe: Recipe, asked: int | None) -> int:

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import ConfigError
-from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.ranks import rank_memory, worst_rank
@@ -20,7 +18,7 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.training import unmodeled_settings
 from parallel3d.planner.report.page import layout_text
 from parallel3d.planner.search.request import PlanRequest
-from parallel3d.recipes import find_recipe
+from parallel3d.recipes import named_recipe
 from parallel3d.recipes.host_memory_check import question_of
 from parallel3d.tools.cli_output import Reply
 
@@ -60,7 +58,7 @@ def answer(options: argparse.Namespace) -> Reply:
     """Verifies the requested rank, or the first one of the pipeline rank with the highest estimated
     peak. Raises ConfigError for a rank outside the layout.
     """
-    recipe = load_recipe(find_recipe(options.recipe), options.overrides, cards=shape_cards())
+    recipe = named_recipe(options.recipe, options.overrides)
     rank = options.rank
     parallel = recipe.parallel
     if rank is not None and options.pipeline_rank is not None:
