@@ -22,6 +22,7 @@ from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.tools.arguments import PARSERS, VERBOSE, Parser
 from parallel3d.tools.cli_output import Reply, exit_status
 
+_VERSION = f"parallel3d {parallel3d.__version__}"
 Options = Mapping[str, Mapping[str, Any]]  # Settings of argparse, keyed by the flags of an option.
 
 
@@ -40,6 +41,12 @@ class Subcommand:
     shared: Sequence[str] = ()
     groups: Mapping[str, Options] = field(default_factory=dict)
 
+    def run(self, options: argparse.Namespace) -> int:
+        """Calls the function of the subcommand, prints its reply, and returns the exit status."""
+        module, _, function = self.answer.partition(":")
+        reply: Reply = vars(import_module(module))[function](options)
+        return reply.print(as_json=options.json)
+
     def parser(self, name: str, shared: Mapping[str, Options]) -> Parser:
         """Returns the parser for all options, including --json. `name` is the full name of the
         command, and `shared` has the groups of options that several subcommands share.
@@ -52,7 +59,8 @@ class Subcommand:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        parser.add_argument("--json", action="store_true", help=self.json)
+        if self.json:
+            parser.add_argument("--json", action="store_true", help=self.json)
         groups: dict[str, Any] = {"options": parser}
         for title, options in [
             *((title, shared[title]) for title in self.shared),
@@ -74,9 +82,34 @@ def _argument(settings: Mapping[str, Any]) -> dict[str, Any]:
         found["metavar"] = tuple(found["metavar"])
     if found.get("choices") == "$schedules":
         found["choices"] = tuple(SCHEDULES)
+    if "version" in found:
+        found["version"] = _VERSION
     if "help" in found:
         found["help"] = found["help"].replace("$schedules", ", ".join(SCHEDULES))
+    if "$recipes" in found.get("help", ""):
+        from parallel3d.recipes import shipped_recipes  # Imports more than other commands need.
+
+        found["help"] = found["help"].replace("$recipes", ", ".join(shipped_recipes()))
     return found
+
+
+@dataclass(frozen=True)
+class SingleCommand:
+    """A command without subcommands, described in the file `table` as one subcommand is. `shared`
+    has the groups of options that it takes from another command.
+    """
+
+    prog: str
+    table: Path
+    shared: Mapping[str, Options] = field(default_factory=dict)
+
+    def main(self, arguments: Sequence[str] | None = None) -> int:
+        """Runs the command line and returns the exit status."""
+        return exit_status(arguments, self._run)
+
+    def _run(self, words: list[str]) -> int:
+        command = Subcommand(**tomllib.loads(self.table.read_text()))
+        return command.run(command.parser(self.prog, self.shared).parse_intermixed_args(words))
 
 
 class CommandLine:
@@ -107,7 +140,7 @@ class CommandLine:
             print(self.table["help"].replace("$commands", lines), end="")
             return 0
         if name == "--version":
-            print(f"parallel3d {parallel3d.__version__}")
+            print(_VERSION)
             return 0
         if name.startswith("-") and self.default is not None:
             name = self.default
@@ -117,10 +150,7 @@ class CommandLine:
             advice = f"did you mean {near[0]}?" if near else f"known are {', '.join(self.commands)}"
             said = f"{name}: no such command" if name else "no command given"
             raise ConfigError(f"{said}; {advice}; see {self.prog} --help")
-        asked = self.parse(name, words[1:])
-        module, _, function = self.commands[name].answer.partition(":")
-        reply: Reply = vars(import_module(module))[function](asked)
-        return reply.print(as_json=asked.json)
+        return self.commands[name].run(self.parse(name, words[1:]))
 
     def parse(self, name: str, words: Iterable[str]) -> argparse.Namespace:
         """Parses the options of a subcommand. Raises ConfigError if they are invalid."""

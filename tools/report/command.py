@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tomllib
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from parallel3d.planner.hardware.cluster import Cluster
-from parallel3d.tools.cli_output import Reply, exit_status
-from parallel3d.tools.command_line import Subcommand
+from parallel3d.tools.cli_output import Reply
+from parallel3d.tools.command_line import SingleCommand
 from parallel3d.tools.plan.command import COMMAND_LINE
 from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.report.charts import Tree
@@ -18,25 +18,22 @@ from parallel3d.tools.report.prediction import add_prediction
 from parallel3d.tools.report.run import differences, read_run
 from parallel3d.tools.report.text import lines
 
+main = SingleCommand(
+    "parallel3d-report",
+    Path(__file__).with_name("command.toml"),
+    COMMAND_LINE.table["shared"],
+).main
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit status."""
-    return exit_status(arguments, _run)
 
-
-def _run(words: list[str]) -> int:
-    table = tomllib.loads(Path(__file__).with_name("command.toml").read_text())
-    parser = Subcommand(**table).parser("parallel3d-report", COMMAND_LINE.table["shared"])
-    options = parser.parse_intermixed_args(words)
+def answer(options: argparse.Namespace) -> Reply:
     cluster = asked_cluster(options) if options.gpu or options.hardware else None
     tree = report_tree(options.runs, cluster)
-    reply = Reply(page=lambda: lines(tree), tree=lambda: tree)
-    if not (options.json or options.text):
-        folder = options.runs[0] if len(options.runs) == 1 else Path()
-        path = options.output or folder / "report.html"
-        write_page(path, report_page(tree))
-        reply = Reply(page=lambda: [f"wrote {path}"])
-    return reply.print(as_json=options.json)
+    if options.json or options.text:
+        return Reply(page=lambda: lines(tree), tree=lambda: tree)
+    folder = options.runs[0] if len(options.runs) == 1 else Path()
+    path = options.output or folder / "report.html"
+    write_page(path, report_page(tree))
+    return Reply(page=lambda: [f"wrote {path}"])
 
 
 def report_tree(folders: Sequence[Path], cluster: Cluster | None = None) -> Tree:

@@ -80,7 +80,10 @@ def answer(options: argparse.Namespace) -> Reply:
             f"--rank {rank}: the layout has ranks 0 to {parallel.world_size - 1}; try --rank 0"
         )
     found = verify(recipe, rank)
-    return Reply(page=lambda: _page(found), tree=lambda: _tree(found))
+    return Reply(
+        page=lambda: _page(found),
+        tree=lambda: _tree(found),
+    )
 
 
 def verify(recipe: Recipe, rank: int) -> Verified:
