@@ -30,6 +30,7 @@ from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from parallel3d.data.token_files import PARTS, TOKENIZER_JSON, FolderWriter, ShardTokenizer
 from parallel3d.data.tokenizers import JsonTokenizer
 from parallel3d.errors import ConfigError, DataError
+from parallel3d.launch.files import write_atomically
 from parallel3d.launch.local import start_fork_server
 from parallel3d.tools.cli_output import Reply
 from parallel3d.tools.data.encode import TokenizerChoice, encode_piece, train_bpe
@@ -111,7 +112,7 @@ def _claimed(out: Path, settings: dict[str, Any]) -> Iterator[Path]:
                 "command or of inputs that have changed; run that command again, try another "
                 f"--out, or delete {partial}"
             )
-        _write_whole(path, json.dumps(settings))
+        write_atomically(path, json.dumps(settings))
         try:
             yield partial
         except (InputError, ConfigError):
@@ -133,13 +134,6 @@ def _clear(partial: Path) -> None:
     shutil.rmtree(partial)
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Writes a file atomically."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text)
-    unfinished.replace(path)
-
-
 def _prepare_tokenizer(
     choice: TokenizerChoice,
     train: int | None,
@@ -154,11 +148,11 @@ def _prepare_tokenizer(
     if train is None and choice.name == "bytes":
         return choice
     if train is None:
-        _write_whole(copy, Path(choice.name).expanduser().read_text())
+        write_atomically(copy, Path(choice.name).expanduser().read_text())
     elif not copy.exists():
         print(f"training a BPE of {train:,} tokens", file=sys.stderr, flush=True)
         texts = (text for piece in pieces(files, reading) for text in piece.texts)
-        _write_whole(copy, train_bpe(texts, train))
+        write_atomically(copy, train_bpe(texts, train))
     return TokenizerChoice(str(copy), choice.mark)
 
 
