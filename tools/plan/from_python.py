@@ -32,7 +32,7 @@ def plan(**options: Any) -> Plan:
         ... )
         >>> found.best.parallel.dp_shard
     """
-    return make_plan(COMMAND_LINE.parse("recommend", _words(options)))
+    return make_plan(COMMAND_LINE.parse("recommend", _words(options)))[0]
 
 
 def estimate_memory(**options: Any) -> RankMemory:

@@ -8,8 +8,9 @@ import argparse
 import gc
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from parallel3d.config.rules import validate
@@ -44,8 +45,11 @@ _OF_ONE_DEVICE = {
 }
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
-    """Plans a run, verifies the plan if requested, and writes the requested files."""
+def make_plan(options: argparse.Namespace) -> tuple[Plan, Callable[[], dict[str, Any]]]:
+    """Plans a run, verifies the plan if requested, and writes the requested files.
+
+    Also returns a function that returns the JSON object of the plan, which is built once.
+    """
     launch = launch_file(options)
     check_page(options.html)
     asked = read_request(options, gpus=options.gpus, fixed=read_fixed(options))
@@ -53,9 +57,10 @@ def make_plan(options: argparse.Namespace) -> Plan:
     if options.verify:
         plan = _verified(asked, plan)
     plan = replace(plan, commands=tuple(emit(options, asked, plan, launch)))
+    tree = cache(lambda: plan_tree(plan))
     if options.html is not None:
-        write_page(options.html, plan_page(plan, plan_tree(plan)))
-    return plan
+        write_page(options.html, plan_page(plan, tree()))
+    return plan, tree
 
 
 def answer(options: argparse.Namespace) -> Reply:
@@ -65,7 +70,7 @@ def answer(options: argparse.Namespace) -> Reply:
                 option = f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{option}: needs a single device; try --gpu h100")
         return sweep_answer(options)
-    plan = make_plan(options)
+    plan, tree = make_plan(options)
 
     def lines() -> Iterator[str]:
         for line in page(plan).splitlines():
@@ -78,7 +83,7 @@ def answer(options: argparse.Namespace) -> Reply:
 
     return Reply(
         page=lines,
-        tree=lambda: plan_tree(plan),
+        tree=tree,
         status=NOTHING_FITS if plan.best is None else 0,
     )
 
