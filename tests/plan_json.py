@@ -1,4 +1,4 @@
-"""The answers of `parallel3d-plan` as JSON."""
+"""The answers of `parallel3d-plan` as JSON, and the errors of commands."""
 
 from __future__ import annotations
 
@@ -21,3 +21,12 @@ def plan_json(arguments: str, capsys: Said, *, status: int = 0) -> dict[str, Any
     (line,) = said.out.splitlines()
     found: dict[str, Any] = json.loads(line)
     return found
+
+
+def error_line(capsys: Said) -> str:
+    """Returns the error of a command, the one line that it printed."""
+    said = capsys.readouterr()
+    assert said.out == ""
+    (line,) = said.err.splitlines()
+    assert line.startswith("error: ")
+    return line

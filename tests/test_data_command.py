@@ -24,9 +24,9 @@ from parallel3d.tools.data import encode, inputs, job
 from parallel3d.tools.data.command import main
 from parallel3d.tools.data.encode import train_bpe
 from tests.data_files import read_all
+from tests.plan_json import Said, error_line
 
 pytest.importorskip("tokenizers", reason="a BPE is trained and read by the library tokenizers")
-Said = pytest.CaptureFixture[str]
 WORDS = ["the", "of", "and", "to", "in", "that", "was", "with", "not", "αβγ", *map(str, range(30))]
 SEPARATOR = "<|endoftext|>"
 
@@ -286,10 +286,7 @@ def test_an_input_that_is_not_what_it_should_be_is_told_with_its_place(
         pytest.importorskip("pyarrow")
     (tmp_path / name).write_bytes(raw)
     assert tokenize(tmp_path / name, "--out", tmp_path / "tokens") == 65
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert says in error
-    assert error.count("\n") == 1
+    assert says in error_line(capsys)
 
 
 @pytest.mark.parametrize(
@@ -321,10 +318,7 @@ def test_a_users_mistake_is_one_line_and_status_2(
     write_lines(tmp_path / "a.jsonl", texts(5))
     out = [] if "--out" in words else ["--out", "tokens"]
     assert tokenize(*words, *out) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ")
-    assert says in error
-    assert error.count("\n") == 1
+    assert says in error_line(capsys)
     assert not (tmp_path / "tokens").exists()
 
 

@@ -18,8 +18,8 @@ from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.compare import compare
 from parallel3d.tools.plan.hardware import find_cluster
 from parallel3d.watch.step_clock import CAUSES
+from tests.plan_json import Said, error_line
 
-Said = pytest.CaptureFixture[str]
 RECIPE = Recipe(
     model=ModelConfig(
         layers=4,
@@ -144,9 +144,7 @@ def test_a_bad_input_is_one_line(
     times: list[float], arguments: str, status: int, rule: str, tmp_path: Path, capsys: Said
 ) -> None:
     assert plan.main(["compare", str(run_of(tmp_path, times)), *arguments.split()]) == status
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert rule in line
+    assert rule in error_line(capsys)
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path, capsys: Said) -> None:

@@ -21,8 +21,8 @@ from parallel3d.tools.arguments import (
 )
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.models import read_model
+from tests.plan_json import Said, error_line
 
-Said = pytest.CaptureFixture[str]
 LLAMA = {
     "model_type": "llama",
     "num_hidden_layers": 4,
@@ -236,11 +236,7 @@ def test_a_bad_input_is_one_line_and_status_2(
     arguments: str, message: str, files: Path, capsys: Said
 ) -> None:
     assert plan.main(shlex.split(arguments)) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1
-    assert message in said.err
+    assert message in error_line(capsys)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import shlex
 import pytest
 
 from parallel3d.tools.plan import command as plan
-from tests.plan_json import Said, plan_json
+from tests.plan_json import Said, error_line, plan_json
 
 ASKED = "--model llama2-13b --gpu a100-40gb --seq-len 4096 --global-batch 64"
 
@@ -56,6 +56,4 @@ def test_devices_are_compared_and_the_fastest_is_first(capsys: Said) -> None:
 )
 def test_a_bad_input_is_one_line_and_status_2(said: str, rule: str, capsys: Said) -> None:
     assert plan.main(shlex.split(f"sweep {ASKED} {said}")) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ")
-    assert rule in line
+    assert rule in error_line(capsys)

@@ -11,7 +11,7 @@ import pytest
 
 from parallel3d.schedules.csv_file import load_schedule
 from parallel3d.tools.plan import command as plan
-from tests.plan_json import Said, plan_json
+from tests.plan_json import Said, error_line, plan_json
 
 SMALL = "timeline --schedule 1f1b --pp 4 --microbatches 8"
 
@@ -86,11 +86,7 @@ def test_it_writes_what_it_is_asked_for(tmp_path: Path, capsys: Said) -> None:
 )
 def test_a_mistake_is_one_line_and_status_2(arguments: str, message: str, capsys: Said) -> None:
     assert run(arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("error: ")
-    assert message in said.err
-    assert len(said.err.splitlines()) == 1
+    assert message in error_line(capsys)
 
 
 def test_a_schedule_file_that_stops_names_rank_action_and_reason(

@@ -18,6 +18,7 @@ from parallel3d.config.recipe import (
 )
 from parallel3d.tools.plan.command import main
 from parallel3d.tools.verify.command import Verified, verify
+from tests.plan_json import error_line
 
 LLAMA = ModelConfig(
     layers=12,
@@ -331,9 +332,7 @@ def test_a_bad_input_is_one_line_and_status_2(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", "quickstart", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert said in told
-    assert told.count("\n") == 1
+    assert said in error_line(capsys)
 
 
 def test_the_last_of_sixteen_thousand_ranks_owns_nothing_and_is_run_in_seconds() -> None:

@@ -15,11 +15,11 @@ from parallel3d.timeline.draw import draw_svg
 from parallel3d.timeline.trace import read_trace
 from parallel3d.tools.report.command import main
 from parallel3d.tools.report.page import page, table
+from tests.plan_json import Said, error_line
 from tests.report_runs import EVIL, RECIPE, line, resumed_run, start, write_run
 from tests.test_run_dir import Train, train
 
 __all__ = ["train"]  # A fixture.
-Said = pytest.CaptureFixture[str]
 
 
 class Elements(HTMLParser):
@@ -313,10 +313,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Said) -> None:
     }
     for said, words in mistakes.items():
         assert main([str(word) for word in words]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
-        assert error.count("\n") == 1
-        assert said in error
+        assert said in error_line(capsys)
     assert own.read_text() == "<p>mine"
     assert main([str(run), "-o", str(tmp_path / "no" / "x.html")]) == 73
 
