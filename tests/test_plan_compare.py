@@ -151,6 +151,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path, capsys: Said) -> None:
     assert plan.main(["compare", str(tmp_path), "--gpu", "h100"]) == 2
     assert "has no config.yaml" in capsys.readouterr().err
     run = run_of(tmp_path, [])
-    (run / "metrics.jsonl").write_text('{"step": 1}\n[]\n')
-    assert plan.main(["compare", str(run), "--gpu", "h100"]) == 65
-    assert "not the metrics of a run" in capsys.readouterr().err
+    for lines in ("[]", '{"step": 1}'):
+        (run / "metrics.jsonl").write_text(f"{lines}\n")
+        assert plan.main(["compare", str(run), "--gpu", "h100"]) == 65
+        assert "not the metrics of a run (a line is damaged)" in error_line(capsys)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
+from math import isnan
+from operator import sub
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -37,9 +37,12 @@ from parallel3d.tools.cli_output import Reply
 from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.score import how_sure
 from parallel3d.tools.verify.command import run_of_recipe
+from parallel3d.watch.step_clock import CAUSES
 
 _SHOWN = 0.01  # Smallest share of the step time of a cause in the table.
 _SAME_PEAK = 0.02  # Relative tolerance of a peak derived from MFU.
+# Values that each line has.
+_ALWAYS = ("step_time_s", "peak_memory_bytes", "tokens_per_s_per_device")
 _LABELS = {
     "step_time_s": "step time, s",
     "tokens_per_s_per_device": "tokens/s per device",
@@ -168,45 +171,51 @@ def compare(run_dir: Path, cluster: Cluster) -> RunComparison:
     run = replace(run_of_recipe(recipe), cluster=cluster, framework=framework)
     measured = read_measured(run_dir / "metrics.jsonl", recipe)
     return RunComparison(
-        recipe=recipe, run=run, cost=step_cost(run), memory=worst_rank(run), measured=measured
+        recipe=recipe,
+        run=run,
+        cost=step_cost(run),
+        memory=worst_rank(run),
+        measured=measured,
     )
 
 
 def read_measured(path: Path, recipe: Recipe) -> RunMetrics:
     """Summarizes a metrics.jsonl. Ignores the first line, the batch-size warm-up and an incomplete
-    last line.
+    last line. Raises DataError for other damaged lines.
     """
+    # Imports numpy, which plans do not need.
+    from parallel3d.reporting.read_metrics import read_metrics
+
     try:
-        lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]]
-        steady = [
-            line
-            for before, line in pairwise(lines)
-            if recipe.batch_sizes.at(before["step"]) == recipe.train.global_batch_size
-        ]
-        causes = [dict(line.get("time_s") or {}) for line in steady]
-        times = [
-            float(line["step_time_s"]) - own.get("checkpoint", 0.0)
-            for line, own in zip(steady, causes, strict=True)
-        ]
-        names = causes[-1] if causes and all(causes) else {}
-        time_s = {cause: median(own[cause] for own in causes) for cause in names}
-        peak = max((int(line["peak_memory_bytes"]) for line in steady), default=0)
-        rates = [(float(line["tokens_per_s_per_device"]), line["mfu"]) for line in steady]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        metrics = read_metrics(path)
+    except OSError as error:
         why = f"{type(error).__name__}: {error}"
         raise DataError(f"{path}: not the metrics of a run ({why})") from error
-    if not times:
+    if metrics.damaged or any(isnan(metrics.columns[key].sum()) for key in _ALWAYS):
+        raise DataError(f"{path}: not the metrics of a run (a line is damaged)")
+    steady = []
+    for line, step in enumerate(metrics.columns["step"][:-1], 1):
+        if recipe.batch_sizes.at(int(step)) == recipe.train.global_batch_size:
+            steady.append(line)
+    if not steady:
         why = "too few lines, because the first one includes start-up"
         raise DataError(f"{path}: {why}; train longer, or lower logging.every")
+    columns = {key: values[steady].tolist() for key, values in metrics.columns.items()}
+    times = columns["step_time_s"]
+    logged = [cause for cause in CAUSES if not isnan(sum(columns[cause]))]
+    time_s: dict[str, float] = {cause: median(columns[cause]) for cause in logged}
+    if time_s:
+        times = list(map(sub, times, columns["checkpoint"]))
+    mfu = columns["mfu"][-1]
     tenths = quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
     return RunMetrics(
         lines=len(times),
         step_time_s=median(times),
         least_s=tenths[0],
         most_s=tenths[-1],
-        peak_memory_bytes=peak,
-        tokens_per_s=rates[-1][0],
-        mfu=rates[-1][1],
+        peak_memory_bytes=int(max(columns["peak_memory_bytes"])),
+        tokens_per_s=columns["tokens_per_s_per_device"][-1],
+        mfu=None if isnan(mfu) else mfu,
         time_s=time_s,
     )
 
