@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from parallel3d.build_engine import ModelClass
-    from parallel3d.config.recipe import Recipe
+    from parallel3d.config.recipe import ModelConfig, Recipe
 
 
 def shape_cards() -> dict[str, Path]:
@@ -34,6 +36,18 @@ def model_class(architecture: str) -> ModelClass:
         "transformers": ExistingModel(construct_hugging_face),
     }
     return own[architecture] if architecture in own else import_model(architecture)
+
+
+def unsharded_model(config: ModelConfig) -> nn.Module:
+    """Builds the full model on the meta device."""
+    return model_class(config.architecture)(
+        config,
+        tp=None,
+        sequence_parallel=False,
+        recompute="none",
+        recompute_every=1,
+        device="meta",
+    )
 
 
 def check_model(recipe: Recipe) -> None:

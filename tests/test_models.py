@@ -17,20 +17,13 @@ from torch import Tensor, nn
 from parallel3d.checkpoint.hugging_face import HfTensor, hf_tensors
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.parameter import initialize
-from parallel3d.models import model_class
+from parallel3d.models import unsharded_model
 
 B, S = 2, 12
 
 
 def build(config: ModelConfig) -> nn.Module:
-    model = model_class(config.architecture)(
-        config,
-        tp=None,
-        sequence_parallel=False,
-        recompute="none",
-        recompute_every=1,
-        device="meta",
-    )
+    model = unsharded_model(config)
     initialize(model, 0, "cpu")
     # a bias of zero and a scale of one hide what is done to them
     for parameter in model.parameters():

@@ -14,7 +14,7 @@ from torch import nn
 
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.mesh import Axis
-from parallel3d.models import model_class, shape_cards
+from parallel3d.models import shape_cards, unsharded_model
 from parallel3d.pipeline.stage import block_ranges, cut
 from parallel3d.planner.model.named import card_config, named_shape
 from parallel3d.planner.model.parameters import expert_numel_on, rank_numel, total_parameters
@@ -49,16 +49,8 @@ def stages(config: ModelConfig, layers: list[int]) -> Iterator[tuple[nn.Module, 
     """Yields the trainer's stages of these numbers of blocks, each with the planner's description
     of it."""
     for blocks in block_ranges(layers):
-        whole = model_class(config.architecture)(
-            config,
-            tp=None,
-            sequence_parallel=False,
-            recompute="none",
-            recompute_every=1,
-            device="meta",
-        )
         yield (
-            cut(whole, blocks),
+            cut(unsharded_model(config), blocks),
             StageSlice(
                 layers=blocks.end - blocks.first,
                 embedding=blocks.is_first_stage,

@@ -21,7 +21,7 @@ from parallel3d.existing_model import construct_hugging_face
 from parallel3d.export import ExportForm, export
 from parallel3d.layers.parameter import initial_weights
 from parallel3d.mesh import build_mesh
-from parallel3d.models import check_model, model_class
+from parallel3d.models import check_model, model_class, unsharded_model
 from parallel3d.tools.check_layout.plain import plain_optimizers
 from parallel3d.training.generation import sampling
 from parallel3d.training.state import load_model, load_trainer
@@ -130,11 +130,10 @@ GROUPED = ModelConfig(
 def whole_model(config: ModelConfig, seed: int) -> nn.Module:
     """Returns the model as plain torch has it, with the initial values of every layout."""
     build = model_class(config.architecture)
-    empty = build(
-        config, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
-    )
     model: nn.Module = build.construct(config)  # type: ignore[attr-defined]
-    missing = model.load_state_dict(initial_weights(empty, seed), strict=False).missing_keys
+    missing = model.load_state_dict(
+        initial_weights(unsharded_model(config), seed), strict=False
+    ).missing_keys
     assert all("head" in name or "embed_out" in name for name in missing)  # tied
     return model
 

@@ -23,7 +23,7 @@ from parallel3d.config.recipe import OptimizerConfig, ParallelConfig, Recipe
 from parallel3d.layers.dropout import dropout_key
 from parallel3d.layers.parameter import initialize
 from parallel3d.layers.router import Router
-from parallel3d.models import model_class
+from parallel3d.models import unsharded_model
 from parallel3d.optimizers.build import is_hidden_matrix
 from parallel3d.tools.check_layout.data import TrainingRecord
 from parallel3d.tools.check_layout.record import (
@@ -46,14 +46,7 @@ def record_plain(recipe: Recipe, whole_steps: int | None = None) -> TrainingReco
     config = recipe.optimizer
     parallel = ParallelConfig(microbatch_size=train.global_batch_size)
     batches = random_batches(replace(recipe, parallel=parallel))
-    model = model_class(sizes.architecture)(
-        sizes,
-        tp=None,
-        sequence_parallel=False,
-        recompute="none",
-        recompute_every=1,
-        device="meta",
-    )
+    model = unsharded_model(sizes)
     initialize(model, train.seed, "cpu")
     parameters = list(model.named_parameters())
     record = start_record(parallel, parameters, train.seed)

@@ -55,13 +55,10 @@ def _check_tensors(folder: Path, model: ModelConfig) -> None:
     # Imported here, because they import torch.
     from parallel3d.checkpoint.pretrained import refuse_another_model
     from parallel3d.layers.parameter import named_specs
-    from parallel3d.models import model_class
+    from parallel3d.models import unsharded_model
 
-    build = model_class(model.architecture)
-    whole = build(
-        model, tp=None, sequence_parallel=False, recompute="none", recompute_every=1, device="meta"
-    )
-    refuse_another_model(folder, model, {name: spec.shape for name, spec in named_specs(whole)})
+    specs = named_specs(unsharded_model(model))
+    refuse_another_model(folder, model, {name: spec.shape for name, spec in specs})
 
 
 def _changed_keys(model: ModelConfig) -> dict[str, Any]:
