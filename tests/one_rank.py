@@ -1,5 +1,5 @@
-"""What tests share that run a worker in their own process: the place of its only rank, and the
-metrics that it writes."""
+"""What tests share that run a worker in their own process: a small recipe, the place of its only
+rank, and the metrics that it writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,25 @@ import json
 from pathlib import Path
 from typing import Any
 
+from parallel3d.config.recipe import LoggingConfig, ModelConfig, Recipe, TrainConfig
 from parallel3d.launch.rendezvous import Rendezvous
+
+SMALL = Recipe(
+    model=ModelConfig(
+        layers=1,
+        hidden=16,
+        heads=2,
+        ffn_hidden=32,
+        vocab=264,
+    ),
+    train=TrainConfig(
+        steps=4,
+        global_batch_size=2,
+        seq_len=16,
+        device="cpu",
+    ),
+    logging=LoggingConfig(every=1),
+)
 
 
 def one_rank(folder: Path) -> Rendezvous:

@@ -16,10 +16,8 @@ from parallel3d.config.recipe import (
     CheckpointConfig,
     DataConfig,
     EvaluationConfig,
-    ModelConfig,
     OptimizerConfig,
     Recipe,
-    TrainConfig,
 )
 from parallel3d.errors import ConfigError
 from parallel3d.models.llama import Llama
@@ -32,23 +30,10 @@ from parallel3d.training.callbacks import (
 )
 from parallel3d.training.step_result import StepResult
 from parallel3d.training.worker import run_worker
-from tests.one_rank import one_rank, read_metrics
+from tests.one_rank import SMALL, one_rank, read_metrics
 
-MODEL = ModelConfig(
-    layers=1,
-    hidden=16,
-    heads=2,
-    ffn_hidden=32,
-    vocab=257,
-)
-TRAIN = TrainConfig(
-    steps=5,
-    global_batch_size=2,
-    seq_len=16,
-    device="cpu",
-    eval_every=2,
-    eval_sequences=2,
-)
+MODEL = SMALL.model
+TRAIN = replace(SMALL.train, steps=5, eval_every=2, eval_sequences=2)
 
 
 class Witness(Callback):

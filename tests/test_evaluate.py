@@ -11,39 +11,21 @@ import pytest
 from parallel3d import recipes
 from parallel3d.config.recipe import (
     CheckpointConfig,
-    LoggingConfig,
-    ModelConfig,
     OptimizerConfig,
-    Recipe,
-    TrainConfig,
 )
 from parallel3d.recipes import evaluate, pretrain
 from parallel3d.reporting import sinks
 from parallel3d.reporting.sinks import Line, SinkRun
-from tests.one_rank import one_rank, read_metrics
+from tests.one_rank import SMALL, one_rank, read_metrics
+from tests.plan_json import Said, error_line
 
-RECIPE = Recipe(
-    model=ModelConfig(
-        layers=1,
-        hidden=16,
-        heads=2,
-        ffn_hidden=32,
-        vocab=264,
-    ),
-    train=TrainConfig(
-        steps=4,
-        global_batch_size=2,
-        seq_len=16,
-        device="cpu",
-        eval_every=2,
-        eval_sequences=4,
-    ),
+RECIPE = replace(
+    SMALL,
+    train=replace(SMALL.train, eval_every=2, eval_sequences=4),
     # whose states a model that is only read must not need
     optimizer=OptimizerConfig(name="muon", warmup_steps=2),
     checkpoint=CheckpointConfig(every=2),
-    logging=LoggingConfig(every=1),
 )
-Said = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
@@ -147,9 +129,4 @@ def test_a_users_mistake_is_one_line_and_status_2(
     command: str, message: str, run_dir: Path, capsys: Said
 ) -> None:
     assert pretrain.main(command.replace("RUN", str(run_dir)).split()) == 2
-    said = capsys.readouterr()
-    message = message.replace("RUN", str(run_dir))
-    assert said.out == ""
-    assert said.err.startswith("error: ")
-    assert message in said.err
-    assert len(said.err.splitlines()) == 1
+    assert message.replace("RUN", str(run_dir)) in error_line(capsys)

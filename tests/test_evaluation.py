@@ -12,7 +12,6 @@ import pytest
 from parallel3d.config.recipe import (
     DataConfig,
     EvaluationConfig,
-    ModelConfig,
     ParallelConfig,
     Recipe,
     TrainConfig,
@@ -24,6 +23,7 @@ from parallel3d.data.token_files import ShardTokenizer
 from parallel3d.errors import ConfigError
 from parallel3d.training.worker import build_loaders
 from tests.data_files import write_folder
+from tests.one_rank import SMALL
 
 
 def config(of: Path, sequences: int | None = None, **data: object) -> DataConfig:
@@ -71,13 +71,7 @@ def test_a_run_that_never_evaluates_takes_any_batch_and_its_checkpoint_can_be_ev
     """5 does not divide the default of train.eval_sequences, which such a run does not read."""
     (tmp_path / "text").write_text("It was the best of times. " * 100)
     recipe = Recipe(
-        model=ModelConfig(
-            layers=1,
-            hidden=16,
-            heads=2,
-            ffn_hidden=32,
-            vocab=257,
-        ),
+        model=SMALL.model,
         parallel=ParallelConfig(microbatch_size=5),
         train=TrainConfig(steps=1, global_batch_size=10, seq_len=16),
         data=DataConfig(

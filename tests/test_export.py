@@ -19,21 +19,19 @@ from parallel3d.checkpoint.manifest import read_manifest
 from parallel3d.checkpoint.pieces import read_own_part
 from parallel3d.config.recipe import (
     CheckpointConfig,
-    ModelConfig,
     OptimizerConfig,
-    Recipe,
-    TrainConfig,
 )
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
 from parallel3d.export import ExportForm, export
 from parallel3d.tools.checkpoint.command import main
 from parallel3d.tools.data.encode import train_bpe
-from tests.one_rank import one_rank
+from tests.one_rank import SMALL, one_rank
 
-RECIPE = Recipe(
-    model=ModelConfig(layers=2, hidden=16, heads=2, ffn_hidden=32, vocab=257),
-    train=TrainConfig(steps=3, global_batch_size=2, seq_len=16, device="cpu"),
+RECIPE = replace(
+    SMALL,
+    model=replace(SMALL.model, layers=2),
+    train=replace(SMALL.train, steps=3),
     optimizer=OptimizerConfig(warmup_steps=2),
     checkpoint=CheckpointConfig(every=2, export="last"),
 )

@@ -15,7 +15,6 @@ from parallel3d.config.mixture import MixtureStage, mixture_stages
 from parallel3d.config.recipe import (
     BatchSizes,
     DataConfig,
-    ModelConfig,
     Recipe,
     SequenceRange,
     SourceConfig,
@@ -33,14 +32,9 @@ from parallel3d.data.mixture import (
 from parallel3d.data.order import SkippedRanges
 from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.errors import ConfigError
+from tests.one_rank import SMALL
 
-MODEL = ModelConfig(
-    layers=1,
-    hidden=16,
-    heads=2,
-    ffn_hidden=32,
-    vocab=264,
-)
+MODEL = SMALL.model
 WEB_AND_CODE = "data.sources=[{path: text/web, weight: 0.7}, {path: text/code, weight: 0.3}]"
 
 

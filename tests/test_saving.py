@@ -18,24 +18,16 @@ from parallel3d.checkpoint import saver
 from parallel3d.checkpoint.files import PlannedSave
 from parallel3d.config.recipe import (
     CheckpointConfig,
-    LoggingConfig,
-    ModelConfig,
     Recipe,
-    TrainConfig,
 )
 from parallel3d.errors import SaveError
-from parallel3d.launch.rendezvous import Rendezvous
 from parallel3d.models.llama import Llama
 from parallel3d.training.callbacks import RunView
 from parallel3d.training.step_result import StepResult
 from parallel3d.training.worker import run_worker
+from tests.one_rank import SMALL, one_rank
 
-RECIPE = Recipe(
-    model=ModelConfig(layers=1, hidden=16, heads=2, ffn_hidden=32, vocab=257),
-    train=TrainConfig(steps=4, global_batch_size=2, seq_len=16, device="cpu"),
-    checkpoint=CheckpointConfig(every=1, keep=2),
-    logging=LoggingConfig(every=1),
-)
+RECIPE = replace(SMALL, checkpoint=CheckpointConfig(every=1, keep=2))
 
 
 class After(Callback):
@@ -64,25 +56,15 @@ class Listening(Callback):
 def run(tmp_path: Path) -> Iterator[Callable[..., list[tuple[str, bool]]]]:
     """Runs a worker in this process, in tmp_path/run, and returns what its callback was told of
     checkpoints."""
-    count = 0
 
     def run(
         recipe: Recipe = RECIPE, *callbacks: Callback, folder: Path = tmp_path
     ) -> list[tuple[str, bool]]:
-        nonlocal count
-        count += 1
         leave_the_group()
-        where = Rendezvous(
-            rank=0,
-            local_rank=0,
-            world_size=1,
-            local_world_size=1,
-            init_method=f"file://{tmp_path}/store_{count}",
-        )
         listening = Listening()
         run_worker(
             replace(recipe, run_dir=str(folder / "run")),
-            where,
+            one_rank(tmp_path),
             Llama,
             lambda name, precision: None,
             [*callbacks, listening],
@@ -259,7 +241,8 @@ def test_a_run_that_is_to_warn_trains_on_and_saves_again(
     assert "step_00000003: cannot be written: No space left on device; the run continues" in said
     disk_full_at(monkeypatch, 5)
     again = replace(
-        resumed_from("auto", steps=5), checkpoint=replace(recipe.checkpoint, resume="auto")
+        resumed_from("auto", steps=5),
+        checkpoint=replace(recipe.checkpoint, resume="auto"),
     )
     # the last one: nothing comes after it
     with pytest.raises(SaveError, match="step_00000005: cannot be written"):

@@ -14,30 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from parallel3d.config.recipe import LoggingConfig, ModelConfig, Recipe, SinkName, TrainConfig
+from parallel3d.config.recipe import LoggingConfig, SinkName
 from parallel3d.models.llama import Llama
 from parallel3d.reporting import sinks
 from parallel3d.reporting.metrics import MetricsFile, StepMetrics
 from parallel3d.reporting.sinks import Line, SinkRun, Sinks
 from parallel3d.training.worker import run_worker
-from tests.one_rank import one_rank
+from tests.one_rank import SMALL, one_rank
 
-RECIPE = Recipe(
-    model=ModelConfig(
-        layers=1,
-        hidden=16,
-        heads=2,
-        ffn_hidden=32,
-        vocab=257,
-    ),
-    train=TrainConfig(
-        steps=4,
-        global_batch_size=2,
-        seq_len=16,
-        device="cpu",
-    ),
-    logging=LoggingConfig(every=1, project="mine"),
-)
+RECIPE = replace(SMALL, logging=LoggingConfig(every=1, project="mine"))
 SAMPLE = "def f(x):\n    return <x>\n"
 Curves = dict[str, dict[int, float]]  # name of a metric -> step -> value
 

@@ -18,33 +18,18 @@ from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.hugging_face import to_hugging_face
 from parallel3d.config.recipe import (
     CheckpointConfig,
-    LoggingConfig,
-    ModelConfig,
     OptimizerConfig,
     Recipe,
-    TrainConfig,
 )
 from parallel3d.errors import CheckpointError, ConfigError
 from parallel3d.recipes.pretrain import main
-from tests.one_rank import one_rank, read_metrics
+from tests.one_rank import SMALL, one_rank, read_metrics
 
-RECIPE = Recipe(
-    model=ModelConfig(
-        layers=2,
-        hidden=16,
-        heads=2,
-        ffn_hidden=32,
-        vocab=264,
-    ),
-    train=TrainConfig(
-        steps=4,
-        global_batch_size=2,
-        seq_len=16,
-        device="cpu",
-    ),
+RECIPE = replace(
+    SMALL,
+    model=replace(SMALL.model, layers=2),
     optimizer=OptimizerConfig(lr=0.02),
     checkpoint=CheckpointConfig(every=2),
-    logging=LoggingConfig(every=1),
 )
 Said = pytest.CaptureFixture[str]
 
@@ -199,7 +184,8 @@ def test_a_folder_of_transformers_is_compared_with_the_recipe_before_a_worker_st
         json.dumps({**config, "attention_bias": True, "hidden_act": "gelu"})
     )
     with pytest.raises(
-        ConfigError, match="(?s)attention_bias = true of config.json is ignored.*hidden_act = gelu"
+        ConfigError,
+        match="(?s)attention_bias = true of config.json is ignored.*hidden_act = gelu",
     ):
         check_start(tmp_path, model)
     experts = ExpertsConfig(count=8, per_token=2, hidden=16)

@@ -12,26 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel3d.config.recipe import CheckpointConfig, ModelConfig, Recipe, TrainConfig
+from parallel3d.config.recipe import CheckpointConfig, Recipe
 from parallel3d.models.llama import Llama
 from parallel3d.training.worker import run_worker
-from tests.one_rank import one_rank
+from tests.one_rank import SMALL, one_rank
 
-RECIPE = Recipe(
-    model=ModelConfig(
-        layers=1,
-        hidden=16,
-        heads=2,
-        ffn_hidden=32,
-        vocab=257,
-    ),
-    train=TrainConfig(
-        steps=2,
-        global_batch_size=2,
-        seq_len=16,
-        device="cpu",
-        deterministic=True,
-    ),
+RECIPE = replace(
+    SMALL,
+    train=replace(SMALL.train, steps=2, deterministic=True),
     checkpoint=CheckpointConfig(every=1, resume="auto"),
 )
 SEEN: list[bool] = []
