@@ -64,14 +64,13 @@ LOOPED = ParallelConfig(
     virtual_stages=2,
     schedule="looped_bfs",
 )
-# model, layout, precision, microbatches, pipeline rank
+# model, layout, precision, microbatches
 LAYOUTS = {
     "sharded and recomputed": (
         LLAMA,
         replace(LARGE, pp=1, recompute="full", microbatch_size=2),
         "bf16",
         2,
-        0,
     ),
     "each sequence on several ranks": (
         LLAMA,
@@ -84,66 +83,69 @@ LAYOUTS = {
         ),
         "bf16",
         2,
-        0,
     ),
     "experts on more ranks than tp": (
         replace(LLAMA, experts=EXPERTS),
-        ParallelConfig(pp=2, dp_shard=8, tp=2, ep=8, sequence_parallel=True, recompute="selective"),
+        ParallelConfig(
+            pp=2,
+            dp_shard=8,
+            tp=2,
+            ep=8,
+            sequence_parallel=True,
+            recompute="selective",
+        ),
         "bf16",
         2,
-        0,
     ),
     "experts, each replicated, on ranks that route a part of the tokens": (
         replace(LLAMA, experts=replace(EXPERTS, dense_layers=2)),
-        ParallelConfig(dp_replicate=2, tp=2, microbatch_size=2, sharding="NO_SHARD"),
+        ParallelConfig(
+            dp_replicate=2,
+            tp=2,
+            microbatch_size=2,
+            sharding="NO_SHARD",
+        ),
         "fp32",
         2,
-        0,
     ),
     "optimizer sharded": (
         GPT,
         replace(LARGE, sharding="SHARD_OPTIMIZER", recompute="selective"),
         "bf16",
         4,
-        0,
     ),
     "zero bubble": (
         LLAMA,
         replace(LARGE, schedule="zb_h1", microbatch_size=2),
         "bf16",
         3,
-        0,
     ),
-    "one pipeline rank in float32": (GPT, ParallelConfig(dp_shard=8, tp=2), "fp32", 1, 0),
-    "gathered and reduced for each microbatch": (LLAMA, EACH, "bf16", 3, 0),
-    "on one GPU, parameters on the CPU": (GPT, ParallelConfig(offload=True), "bf16", 2, 0),
+    "one pipeline rank in float32": (GPT, ParallelConfig(dp_shard=8, tp=2), "fp32", 1),
+    "gathered and reduced for each microbatch": (LLAMA, EACH, "bf16", 3),
+    "on one GPU, parameters on the CPU": (GPT, ParallelConfig(offload=True), "bf16", 2),
     "one stage after the other": (
         LLAMA,
         LOOPED,
         "bf16",
         4,
-        0,
     ),
     "dropout": (
         replace(GPT, dropout=0.1),
         ParallelConfig(dp_shard=8, tp=2),
         "bf16",
         2,
-        0,
     ),
     "attention's dropout": (
         replace(GPT, attention_dropout=0.1),
         ParallelConfig(dp_shard=8, tp=8, recompute="selective"),
         "bf16",
         2,
-        0,
     ),
     "keys repeated for each query head": (
         LLAMA,
         ParallelConfig(dp_shard=8, microbatch_size=4),
         "fp32",
         2,
-        0,
     ),
 }
 
@@ -172,9 +174,7 @@ def assert_safe(found: Verified) -> None:
 
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_the_memory_model_errs_on_the_safe_side_of_a_dry_run(case: str) -> None:
-    model, parallel, precision, microbatches, pipeline_rank = LAYOUTS[case]
-    rank = pipeline_rank * (parallel.world_size // parallel.pp)
-    found = verify(_recipe(model, parallel, precision, microbatches), rank)
+    found = verify(_recipe(*LAYOUTS[case]), 0)
     assert_safe(found)
     assert found.parameters == found.dry.parameter_count
     for kind, model_bytes, dry_bytes in [*found.rows()][:2]:
@@ -211,7 +211,17 @@ def test_experts_are_split_over_the_other_ranks_of_a_stage() -> None:
         SMALL,
         experts=ExpertsConfig(count=4, per_token=1, hidden=8),
     )
-    recipe = _recipe(model, ParallelConfig(dp_shard=3, cp=2, tp=2, ep=4), "bf16", 1)
+    recipe = _recipe(
+        model,
+        ParallelConfig(
+            dp_shard=3,
+            cp=2,
+            tp=2,
+            ep=4,
+        ),
+        "bf16",
+        1,
+    )
     last = verify(recipe, 11)
     assert last.parameters == last.dry.parameter_count
     first = verify(replace(recipe, optimizer=OptimizerConfig(name="muon")), 0)
