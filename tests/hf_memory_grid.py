@@ -77,7 +77,12 @@ def model_section(family: str, folder: Path, **keys: Any) -> ModelConfig:
     config = {"model_type": family, **SIZES, **FAMILIES[family], **keys}
     path.write_text(json.dumps(config))
     sizes = sizes_of(config, path)
-    return ModelConfig(name=family, architecture="transformers", config=str(path), **sizes)
+    return ModelConfig(
+        name=family,
+        architecture="transformers",
+        config=str(path),
+        **sizes,
+    )
 
 
 def compared(

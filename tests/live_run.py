@@ -93,7 +93,12 @@ def small_recipe(folder: Path, parallel: ParallelConfig, **train: Any) -> Recipe
     settings = {"steps": 60, "callbacks": ("tests.planted:Pace",), **train}
     return Recipe(
         model=MODEL,
-        train=TrainConfig(global_batch_size=8, seq_len=16, device="cpu", **settings),
+        train=TrainConfig(
+            global_batch_size=8,
+            seq_len=16,
+            device="cpu",
+            **settings,
+        ),
         parallel=parallel,
         data=DataConfig(source="text", path=str(corpus)),
         checkpoint=CheckpointConfig(every=10, resume="auto"),

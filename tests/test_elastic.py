@@ -18,7 +18,13 @@ from parallel3d.config.rules import fit_to_workers, validate
 from parallel3d.errors import ConfigError
 
 RECIPE = Recipe(
-    model=ModelConfig(layers=4, hidden=16, heads=2, ffn_hidden=32, vocab=258),
+    model=ModelConfig(
+        layers=4,
+        hidden=16,
+        heads=2,
+        ffn_hidden=32,
+        vocab=258,
+    ),
     train=TrainConfig(steps=40, global_batch_size=24, seq_len=16),
     parallel=ParallelConfig(
         tp=2,

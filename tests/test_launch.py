@@ -104,7 +104,13 @@ def test_the_cause_of_a_failure_is_told_once_and_all_ranks_end(
 
 def test_a_rank_of_another_launcher_that_exits_with_status_0_is_a_failure(tmp_path: Path) -> None:
     recipe = Recipe(
-        model=ModelConfig(layers=1, hidden=8, heads=2, ffn_hidden=8, vocab=16),
+        model=ModelConfig(
+            layers=1,
+            hidden=8,
+            heads=2,
+            ffn_hidden=8,
+            vocab=16,
+        ),
         train=TrainConfig(steps=1, global_batch_size=1, seq_len=4),
         run_dir=str(tmp_path),
     )
@@ -220,7 +226,11 @@ MASTER = {"MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 )
 def test_a_launchers_environment_says_who_a_worker_is(environ: dict[str, str], tasks: int) -> None:
     assert Rendezvous.from_environment(environ | MASTER) == Rendezvous(
-        rank=5, local_rank=1, world_size=8, local_world_size=tasks, init_method="env://"
+        rank=5,
+        local_rank=1,
+        world_size=8,
+        local_world_size=tasks,
+        init_method="env://",
     )
 
 

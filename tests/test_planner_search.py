@@ -43,7 +43,12 @@ MODEL = ModelConfig(
 )
 MIXTURE = replace(
     MODEL,
-    experts=ExpertsConfig(count=8, per_token=2, hidden=1408, dense_layers=1),
+    experts=ExpertsConfig(
+        count=8,
+        per_token=2,
+        hidden=1408,
+        dense_layers=1,
+    ),
 )
 
 

@@ -38,7 +38,12 @@ MODEL = ModelConfig(
 
 MIXTURE = replace(
     MODEL,
-    experts=ExpertsConfig(count=4, per_token=2, hidden=2816, dense_layers=1),
+    experts=ExpertsConfig(
+        count=4,
+        per_token=2,
+        hidden=2816,
+        dense_layers=1,
+    ),
 )
 
 

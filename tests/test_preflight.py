@@ -23,7 +23,13 @@ from parallel3d.tools.preflight.measure import TimedLink
 
 Said = pytest.CaptureFixture[str]
 RECIPE = Recipe(
-    model=ModelConfig(layers=1, hidden=8, heads=2, ffn_hidden=8, vocab=264),
+    model=ModelConfig(
+        layers=1,
+        hidden=8,
+        heads=2,
+        ffn_hidden=8,
+        vocab=264,
+    ),
     train=TrainConfig(steps=1, global_batch_size=6, seq_len=8),
     parallel=ParallelConfig(tp=2, dp_shard=3),
 )

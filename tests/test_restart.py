@@ -20,7 +20,13 @@ from parallel3d.recipes.pretrain import _restarted
 
 TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run7"}
 RECIPE = Recipe(
-    model=ModelConfig(layers=2, hidden=8, heads=2, ffn_hidden=8, vocab=264),
+    model=ModelConfig(
+        layers=2,
+        hidden=8,
+        heads=2,
+        ffn_hidden=8,
+        vocab=264,
+    ),
     train=TrainConfig(steps=1, global_batch_size=4, seq_len=8),
 )
 

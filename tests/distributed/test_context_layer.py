@@ -208,7 +208,12 @@ def sent(parallel: ParallelConfig) -> Counter[str]:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_keys_and_values_are_sent_three_times(world: Callable, recompute: Any) -> None:
     for tp in (1, 2):
-        parallel = ParallelConfig(cp=2, tp=tp, recompute=recompute, microbatch_size=2)
+        parallel = ParallelConfig(
+            cp=2,
+            tp=tp,
+            recompute=recompute,
+            microbatch_size=2,
+        )
         recipe = make_recipe(GROUPED, parallel)
         times = GROUPED.layers * recipe.microbatches
         tokens = parallel.microbatch_size * recipe.train.seq_len // parallel.cp

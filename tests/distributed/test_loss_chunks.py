@@ -79,9 +79,25 @@ CASES = {
         (DEEP_TIED, ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2)),
     ],
     4: [
-        (TIED, ParallelConfig(tp=2, dp_shard=2, sequence_parallel=True, microbatch_size=2)),
+        (
+            TIED,
+            ParallelConfig(
+                tp=2,
+                dp_shard=2,
+                sequence_parallel=True,
+                microbatch_size=2,
+            ),
+        ),
         # A backward follows another, which has freed the head's weight.
-        (GROUPED, ParallelConfig(pp=2, dp_shard=2, schedule="gpipe", gather="microbatch")),
+        (
+            GROUPED,
+            ParallelConfig(
+                pp=2,
+                dp_shard=2,
+                schedule="gpipe",
+                gather="microbatch",
+            ),
+        ),
     ],
 }
 

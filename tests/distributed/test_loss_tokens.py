@@ -85,7 +85,14 @@ LAYOUTS = {
         ParallelConfig(pp=2, microbatch_size=2),
         ParallelConfig(tp=2, microbatch_size=2, sequence_parallel=True),
     ],
-    4: [ParallelConfig(pp=2, dp_shard=2, schedule="interleaved_1f1b", virtual_stages=3)],
+    4: [
+        ParallelConfig(
+            pp=2,
+            dp_shard=2,
+            schedule="interleaved_1f1b",
+            virtual_stages=3,
+        )
+    ],
 }
 
 

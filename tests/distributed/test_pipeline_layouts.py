@@ -89,7 +89,12 @@ def test_split_backward_accumulates_in_float32_as_the_full_one_does(
         world(4).run(
             run_layout,
             GROUPED,
-            ParallelConfig(pp=2, dp_shard=2, schedule=schedule, microbatch_size=microbatch_size),
+            ParallelConfig(
+                pp=2,
+                dp_shard=2,
+                schedule=schedule,
+                microbatch_size=microbatch_size,
+            ),
             "bf16",
         )[0]
         for schedule in ("zb_h1", "1f1b")

@@ -86,7 +86,20 @@ def started(
                 (ParallelConfig(dp_replicate=2, tp=2), APART),
             ],
         ),
-        (APART, [(ParallelConfig(dp_shard=2, pp=2, schedule="zb_v", virtual_stages=2), TOGETHER)]),
+        (
+            APART,
+            [
+                (
+                    ParallelConfig(
+                        dp_shard=2,
+                        pp=2,
+                        schedule="zb_v",
+                        virtual_stages=2,
+                    ),
+                    TOGETHER,
+                )
+            ],
+        ),
     ],
     ids=["together", "apart"],
 )

@@ -49,7 +49,12 @@ def recipe(
     return Recipe(
         model=model,
         parallel=layout,
-        train=TrainConfig(steps=10, seq_len=16, global_batch_size=batch, **train),
+        train=TrainConfig(
+            steps=10,
+            seq_len=16,
+            global_batch_size=batch,
+            **train,
+        ),
         optimizer=OptimizerConfig(name=optimizer),  # type: ignore[arg-type]
     )
 
