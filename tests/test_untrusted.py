@@ -38,7 +38,7 @@ def test_text_of_files_cannot_steer_a_terminal(tmp_path: Path, capsys: Said) -> 
     assert printable("a\tb\nc é 語 \x1b[1mbold\x1b[0m") == "a\tb\nc é 語 \x1b[1mbold\x1b[0m"
     assert printable(STEERING).isprintable()
     print_error(f"a fault: {STEERING}")
-    Reply(page=lambda: [STEERING]).print(as_json=False)
+    Reply(page=[STEERING]).print(as_json=False)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": STEERING}))
     (tmp_path / "model.safetensors").write_bytes(b"")
     assert checkpoint(["import", str(tmp_path)]) == 2

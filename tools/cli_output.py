@@ -22,18 +22,18 @@ _SIGPIPE = 141  # Exit status that a shell gives if the reader of the output has
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """Reply of a subcommand. `page` returns the lines of its report, and `tree` the same as a JSON
-    object (None: not available). Only the one to print is called. `status` is the exit status.
+    """Reply of a subcommand. `page` yields the lines of its report, and `tree` returns the same as
+    a JSON object (None: not available). Only the one to print is used. `status` is the exit status.
     """
 
-    page: Callable[[], Iterable[str]]
+    page: Iterable[str]
     tree: Callable[[], object] | None = None
     status: int = 0
 
     def print(self, *, as_json: bool) -> int:
         """Prints the report, or the JSON object if requested and available. Returns the exit
         status."""
-        for line in [json.dumps(self.tree())] if as_json and self.tree else self.page():
+        for line in [json.dumps(self.tree())] if as_json and self.tree else self.page:
             print(printable(line))
         return self.status
 

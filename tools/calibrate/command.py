@@ -46,4 +46,4 @@ def answer(options: argparse.Namespace) -> Reply:
         write_output("-o", path, text)
         use = f"parallel3d-plan --hardware {path} --gpus N ..."
         page = [f"wrote {path}; use it: {use}"]
-    return Reply(page=lambda: page, tree=lambda: yaml.safe_load(text))
+    return Reply(page=page, tree=lambda: yaml.safe_load(text))

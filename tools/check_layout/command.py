@@ -35,7 +35,7 @@ def answer(options: argparse.Namespace) -> Reply:
     from parallel3d.tools.check_layout.report import as_json, as_text
 
     text = as_json(comparison) if options.json else as_text(comparison)
-    return Reply(page=text.splitlines, status=0 if comparison.first is None else 1)
+    return Reply(page=text.splitlines(), status=0 if comparison.first is None else 1)
 
 
 def _check_recipe(options: argparse.Namespace) -> LayoutComparison:

@@ -104,7 +104,7 @@ def answer_list(options: Namespace) -> Reply:
         *(row.line for row in rows),
     ]
     tree = {"run": str(run), "checkpoints": [asdict(row) for row in rows]}
-    return Reply(page=lambda: page, tree=lambda: tree)
+    return Reply(page=page, tree=lambda: tree)
 
 
 def _listed(path: Path, step: int, ending: str | None) -> CheckpointEntry:
@@ -161,7 +161,7 @@ def answer_inspect(options: Namespace) -> Reply:
         yield f"recipe ({CONFIG_FILE}):"
         yield from (f"  {key}: {shown(value)}" for key, value in recipe.items())
 
-    return Reply(page=page, tree=lambda: tree)
+    return Reply(page=page(), tree=lambda: tree)
 
 
 def answer_verify(options: Namespace) -> Reply:
@@ -190,7 +190,7 @@ def answer_verify(options: Namespace) -> Reply:
         damage = [asdict(damage) for damage in damages]
         tree.append({"path": str(each), "whole": not damages, "damage": damage})
     status = CheckpointError.exit_status if any(found.values()) else 0
-    return Reply(page=page, tree=lambda: {"checkpoints": tree}, status=status)
+    return Reply(page=page(), tree=lambda: {"checkpoints": tree}, status=status)
 
 
 def _saved(checkpoint: Path) -> str | None:

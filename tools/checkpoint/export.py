@@ -44,4 +44,4 @@ def answer(options: Namespace) -> Reply:
     }
     listed = (f"  {size:>15,}  {name}" for name, size in files.items())
     page = [f"exported {checkpoint} to {to}: {architecture}, {dtype}", *listed, *notes]
-    return Reply(page=lambda: page, tree=lambda: tree)
+    return Reply(page=page, tree=lambda: tree)

@@ -42,11 +42,11 @@ def answer(options: Namespace) -> Reply:
     needs = "# A run also needs train.steps, train.global_batch_size, train.seq_len and data.\n"
     text = f"# {config.get('model_type')} from {folder}\n{needs}{dump_yaml(tree)}"
     if to is None:
-        return Reply(page=text.splitlines, tree=lambda: tree)
+        return Reply(page=text.splitlines(), tree=lambda: tree)
     write_output("-o", to, text)
     run = f"parallel3d-train {to} train.steps=1000 train.global_batch_size=64 train.seq_len=1024"
     page = [f"wrote {to} for {folder}; next, run", f"  {run} data.source=tokens data.path=DATA"]
-    return Reply(page=lambda: page, tree=lambda: tree)
+    return Reply(page=page, tree=lambda: tree)
 
 
 def _check_tensors(folder: Path, model: ModelConfig) -> None:

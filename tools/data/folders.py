@@ -62,7 +62,7 @@ def inspect(path: Path) -> Reply:
             words = "{tokens:,} tokens in {documents:,} documents, shards: {shards}"
             yield f"  {name:<13}  {words.format(**sizes)}"
 
-    return Reply(page=page, tree=lambda: tree)
+    return Reply(page=page(), tree=lambda: tree)
 
 
 def answer_check(options: Namespace) -> Reply:
@@ -82,7 +82,7 @@ def answer_check(options: Namespace) -> Reply:
         yield from (f"  {sample!r}" for sample in samples)
 
     return Reply(
-        page=page,
+        page=page(),
         tree=lambda: {"path": str(path), "faults": faults, "samples": samples},
         status=DataError.exit_status if faults else 0,
     )

@@ -26,7 +26,7 @@ def check(options: argparse.Namespace) -> Reply:
     # Imported late, because it imports the planner and the launcher.
     from parallel3d.tools.preflight.start import check_cluster
 
-    return Reply(page=list, status=check_cluster(_recipe(options), options))
+    return Reply(page=(), status=check_cluster(_recipe(options), options))
 
 
 def _answer(kind: str, options: argparse.Namespace) -> Reply:
@@ -47,7 +47,7 @@ def _answer(kind: str, options: argparse.Namespace) -> Reply:
     text = launcher.text()
     for note in _notes(recipe, per_node, kind):
         print(f"warning: {printable(note)}", file=sys.stderr)
-    return Reply(page=text.splitlines, tree=lambda: {"script": text})
+    return Reply(page=text.splitlines(), tree=lambda: {"script": text})
 
 
 answer_torchrun = partial(_answer, "torchrun")

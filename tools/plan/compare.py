@@ -153,7 +153,7 @@ class RunComparison:
 
 def answer(options: argparse.Namespace) -> Reply:
     found = compare(options.run_dir, asked_cluster(options))
-    return Reply(page=lambda: _page(found, options.run_dir), tree=lambda: _tree(found))
+    return Reply(page=_page(found, options.run_dir), tree=lambda: _tree(found))
 
 
 def compare(run_dir: Path, cluster: Cluster) -> RunComparison:

@@ -31,7 +31,7 @@ def answer(options: argparse.Namespace) -> Reply:
             mark = ">" if (place, size) == cell else " "
             lines.append(f"{mark} {size:<19}{strategy:<44}{flags}".rstrip())
     return Reply(
-        page=lambda: [*lines, guide["ask"]],
+        page=[*lines, guide["ask"]],
         tree=lambda: {"schema": "parallel3d.guide/1", "cell": cell, **guide},
     )
 

@@ -23,13 +23,11 @@ def answer(options: argparse.Namespace) -> Reply:
     if options.name is None:
         every = _shipped()
         trees = [hardware_tree(each) for each in every.values()]
-        return Reply(page=lambda: _list(every), tree=lambda: rounded({"hardware": trees}))
+        return Reply(page=_list(every), tree=lambda: rounded({"hardware": trees}))
     cluster = find_cluster(options.name)
     name = file_of(options.name)
     path = _files().get(name, Path(name))
-    return Reply(
-        page=lambda: path.read_text().splitlines(), tree=lambda: rounded(hardware_tree(cluster))
-    )
+    return Reply(page=path.read_text().splitlines(), tree=lambda: rounded(hardware_tree(cluster)))
 
 
 def file_of(name: str) -> str:

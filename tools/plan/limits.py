@@ -56,7 +56,7 @@ def answer(options: argparse.Namespace) -> Reply:
     check_fixed(asked.request)
     limits = dict(_limits(asked.request, options.what))
     return Reply(
-        page=lambda: _page(asked, options, limits),
+        page=_page(asked, options, limits),
         tree=lambda: _tree(asked, options, limits),
         status=0 if all(limits.values()) else NOTHING_FITS,
     )
@@ -175,7 +175,7 @@ def sweep_answer(options: argparse.Namespace) -> Reply:
         chosen = fitting[costs.index(min(costs))] if costs else None
     rows.sort(key=_rank)
     return Reply(
-        page=lambda: [*_sizes_page(rows, options.tokens, max_days, chosen), *asked.note_lines()],
+        page=_sizes_page(asked, rows, options.tokens, max_days, chosen),
         tree=lambda: _sizes_tree(asked, options, rows, chosen),
         status=0 if fitting else NOTHING_FITS,
     )
@@ -188,7 +188,11 @@ def _rank(row: Row) -> tuple[int, float]:
 
 
 def _sizes_page(
-    rows: list[Row], tokens: float | None, max_days: float | None, chosen: Strategy | None
+    asked: ParsedRequest,
+    rows: list[Row],
+    tokens: float | None,
+    max_days: float | None,
+    chosen: Strategy | None,
 ) -> Iterator[str]:
     yield from dict.fromkeys(
         line for request, _ in rows for line in header(request, has_size=False)
@@ -221,6 +225,7 @@ def _sizes_page(
         yield from wrapped("in time", f"{told}, {hours}")
         yield from wrapped("layout", layout_text(chosen.parallel))
     yield from wrapped("how sure", how_sure(request))
+    yield from asked.note_lines()
 
 
 def _sizes_tree(

@@ -65,10 +65,10 @@ def answer(options: argparse.Namespace) -> Reply:
     if is_own and not options.explain and not options.layout and find_model(options).recipe is None:
         request = usual_request(options, gpus=1)
         tree = _states_tree(request, options.gpus)
-        return Reply(page=lambda: _states_page(request, tree), tree=lambda: rounded(tree))
+        return Reply(page=_states_page(request, tree), tree=lambda: rounded(tree))
     asked, found = asked_layout(options)
     return Reply(
-        page=lambda: [*_page(found, whole=options.explain), *asked.note_lines()],
+        page=_page(asked, found, whole=options.explain),
         tree=lambda: {**_tree(found), "notes": asked.model.notes},
         status=0 if found.memory.total <= found.request.usable_bytes else NOTHING_FITS,
     )
@@ -160,7 +160,7 @@ def _cell(bytes_: float) -> str:
     return f"{bytes_ / GIB:.1g}"
 
 
-def _page(found: Strategy, *, whole: bool) -> Iterator[str]:
+def _page(asked: ParsedRequest, found: Strategy, *, whole: bool) -> Iterator[str]:
     request = found.request
     yield from header(request)
     yield f"layout    {layout_text(found.parallel)}"
@@ -178,6 +178,7 @@ def _page(found: Strategy, *, whole: bool) -> Iterator[str]:
     between = f"{gib(around.low)} to {gib(around.high)} GiB"
     yield from wrapped("range", f"{between} ({10 * LEVEL:.0f} in 10)")
     yield from wrapped("how sure", how_sure(request))
+    yield from asked.note_lines()
 
 
 def _tree(found: Strategy) -> dict[str, Any]:

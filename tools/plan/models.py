@@ -77,13 +77,11 @@ def answer(options: argparse.Namespace) -> Reply:
     """Lists the models that can be named, or counts the parameters of one model."""
     if options.name is not None:
         shape = read_model(options.name).shape
-        return Reply(page=lambda: _show(shape), tree=lambda: rounded(model_tree(shape)))
+        return Reply(page=_show(shape), tree=lambda: rounded(model_tree(shape)))
     shapes = sorted(
         all_named(), key=lambda shape: (shape.name.rstrip("0123456789.bm"), total_parameters(shape))
     )
-    return Reply(
-        page=lambda: _list(shapes), tree=lambda: {"models": [model_tree(each) for each in shapes]}
-    )
+    return Reply(page=_list(shapes), tree=lambda: {"models": [model_tree(each) for each in shapes]})
 
 
 def all_named() -> list[ModelShape]:

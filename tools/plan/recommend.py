@@ -82,7 +82,7 @@ def answer(options: argparse.Namespace) -> Reply:
             yield from ("", *explained(plan.best, whole=True))
 
     return Reply(
-        page=lines,
+        page=lines(),
         tree=tree,
         status=NOTHING_FITS if plan.best is None else 0,
     )

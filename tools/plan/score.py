@@ -47,7 +47,7 @@ def answer(options: argparse.Namespace) -> Reply:
         if options.record.resolve() == RECORDED.resolve():
             RECORDED.unlink()  # write_output() never overwrites a file.
         write_output("--record", options.record, json.dumps(figures, indent=2) + "\n")
-    return Reply(page=lambda: page(scores), tree=lambda: _tree(scores))
+    return Reply(page=page(scores), tree=lambda: _tree(scores))
 
 
 def read_all(paths: Sequence[Path], folders: list[Path]) -> CaseFile:

@@ -29,11 +29,11 @@ def answer(options: argparse.Namespace) -> Reply:
     cluster = asked_cluster(options) if options.gpu or options.hardware else None
     tree = report_tree(options.runs, cluster)
     if options.json or options.text:
-        return Reply(page=lambda: lines(tree), tree=lambda: tree)
+        return Reply(page=lines(tree), tree=lambda: tree)
     folder = options.runs[0] if len(options.runs) == 1 else Path()
     path = options.output or folder / "report.html"
     write_page(path, report_page(tree))
-    return Reply(page=lambda: [f"wrote {path}"])
+    return Reply(page=[f"wrote {path}"])
 
 
 def report_tree(folders: Sequence[Path], cluster: Cluster | None = None) -> Tree:

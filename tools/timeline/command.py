@@ -43,7 +43,7 @@ def answer(options: argparse.Namespace) -> Reply:
         write_output("--svg", options.svg, draw_svg(timeline))
     if options.trace is not None:
         write_output("--trace", options.trace, draw_trace(timeline))
-    return Reply(page=lambda: _page(schedule, timeline), tree=lambda: _figures(schedule, timeline))
+    return Reply(page=_page(schedule, timeline), tree=lambda: _figures(schedule, timeline))
 
 
 def _load(options: argparse.Namespace) -> Schedule:

@@ -81,7 +81,7 @@ def answer(options: argparse.Namespace) -> Reply:
         )
     found = verify(recipe, rank)
     return Reply(
-        page=lambda: _page(found),
+        page=_page(found),
         tree=lambda: _tree(found),
     )
 
