@@ -8,7 +8,9 @@ import shutil
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from tests.distributed.training_cases import (
     local_weights,
     make_recipe,
     make_trainer,
+    one_case,
     save_trainer,
     train,
 )
@@ -76,110 +79,66 @@ def refuse(model: ModelConfig, path: Path, **train_settings: object) -> str:
     return str(refusal.value)
 
 
+Saved = Callable[[ModelConfig, ParallelConfig], tuple[Path, Curve]]
 TP2_PP2 = ParallelConfig(
     tp=2,
     pp=2,
     microbatch_size=2,
 )
-LAYOUTS = [
-    (TIED, ParallelConfig(dp_shard=4)),
-    (
-        DEEP,
-        ParallelConfig(
-            dp_replicate=2,
-            pp=2,
-            schedule="interleaved_1f1b",
-            virtual_stages=2,
-        ),
-    ),
-    (
-        TIED,
-        ParallelConfig(
-            tp=2,
-            dp_shard=2,
-            sharding="SHARD_OPTIMIZER",
-        ),
-    ),
+CP2 = ParallelConfig(cp=2)
+V2 = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
+ZERO1 = {"tp": 2, "dp_shard": 2, "sharding": "SHARD_OPTIMIZER"}
+LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
+    (TIED, {"dp_shard": 4}),
+    (DEEP, {"dp_replicate": 2, "pp": 2, **V2}),
+    (TIED, ZERO1),
+    (TIED, {"cp": 2}),
 ]
 
 
 @pytest.fixture(scope="module")
-def saved_by_four(world: Callable, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
-    """In tp 2 x pp 2, with tied embeddings on two stages."""
-    path = tmp_path_factory.mktemp("four") / "step_00000003"
-    return path, world(4).run(straight_through, DEEP_TIED, TP2_PP2, path)[0]
+def saved_run(world: Callable, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """Returns the checkpoint and the curve of a model in a layout, which is trained once."""
+
+    @cache
+    def run(model: ModelConfig, parallel: ParallelConfig) -> tuple[Path, Curve]:
+        path = tmp_path_factory.mktemp("run") / "step_00000003"
+        return path, world(parallel.world_size).run(straight_through, model, parallel, path)[0]
+
+    return run
 
 
-@pytest.fixture(scope="module")
-def saved_by_cp(world: Callable, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Curve]:
-    path = tmp_path_factory.mktemp("cp") / "step_00000003"
-    return path, world(2).run(straight_through, TIED, ParallelConfig(cp=2), path)[0]
-
-
-@pytest.mark.parametrize(
-    "model, parallel",
-    LAYOUTS,
-    ids=["dp4-tied", "dpr2-pp2-v2", "tp2-dp2-zero1-tied"],
-)
+@pytest.mark.parametrize("model, parallel", [one_case(*each) for each in LAYOUTS])
 def test_resuming_in_the_same_layout_is_bitwise(
-    world: Callable, tmp_path: Path, model: ModelConfig, parallel: ParallelConfig
+    world: Callable, saved_run: Saved, model: ModelConfig, parallel: ParallelConfig
 ) -> None:
-    path = tmp_path / "step_00000003"
-    uninterrupted = world(4).run(straight_through, model, parallel, path)[0]
-    assert world(4).run(resumed, model, parallel, path)[0] == uninterrupted[HALF:]
-
-
-@pytest.mark.parametrize(
-    "size, parallel",
-    [
-        (
-            4,
-            ParallelConfig(
-                pp=2,
-                dp_shard=2,
-                schedule="interleaved_1f1b",
-                virtual_stages=3,
-            ),
-        ),
-        (
-            4,
-            ParallelConfig(
-                tp=2,
-                dp_shard=2,
-                sharding="SHARD_OPTIMIZER",
-            ),
-        ),
-        (2, ParallelConfig(dp_shard=2, sharding="NO_SHARD")),
-    ],
-    ids=[
-        "pp2-v3-dp_shard2",
-        "tp2-dp2-zero1",
-        "dp2-zero0",
-    ],
-)
-def test_resuming_in_another_layout_goes_on_alike(
-    world: Callable, saved_by_four: tuple[Path, Curve], size: int, parallel: ParallelConfig
-) -> None:
-    path, uninterrupted = saved_by_four
-    curve = world(size).run(resumed, DEEP_TIED, parallel, path)[0]
-    assert_follows(curve, uninterrupted[HALF:], last=None)
-
-
-def test_a_run_with_context_parallelism_is_resumed_bitwise(
-    world: Callable, saved_by_cp: tuple[Path, Curve]
-) -> None:
-    path, uninterrupted = saved_by_cp
-    curve = world(2).run(resumed, TIED, ParallelConfig(cp=2), path)[0]
+    path, uninterrupted = saved_run(model, parallel)
+    curve = world(parallel.world_size).run(resumed, model, parallel, path)[0]
     assert curve == uninterrupted[HALF:]
 
 
-@pytest.mark.parametrize("axes", [{}, {"cp": 4}, {"tp": 2}, {"dp_shard": 4}], ids=str)
-def test_a_run_with_context_parallelism_goes_on_in_any_layout(
-    world: Callable, saved_by_cp: tuple[Path, Curve], axes: dict[str, int]
+@pytest.mark.parametrize(
+    "model, before, axes",
+    [
+        (DEEP_TIED, TP2_PP2, {"pp": 2, "dp_shard": 2, **V2, "virtual_stages": 3}),
+        (DEEP_TIED, TP2_PP2, ZERO1),
+        (DEEP_TIED, TP2_PP2, {"dp_shard": 2, "sharding": "NO_SHARD"}),
+        (TIED, CP2, {}),
+        (TIED, CP2, {"cp": 4}),
+        (TIED, CP2, {"tp": 2}),
+        (TIED, CP2, {"dp_shard": 4}),
+    ],
+)
+def test_resuming_in_another_layout_goes_on_alike(
+    world: Callable,
+    saved_run: Saved,
+    model: ModelConfig,
+    before: ParallelConfig,
+    axes: dict[str, Any],
 ) -> None:
-    path, uninterrupted = saved_by_cp
-    parallel = ParallelConfig(**axes)  # type: ignore[arg-type]
-    curve = world(parallel.world_size).run(resumed, TIED, parallel, path)[0]
+    path, uninterrupted = saved_run(model, before)
+    parallel = ParallelConfig(**axes)
+    curve = world(parallel.world_size).run(resumed, model, parallel, path)[0]
     assert_follows(curve, uninterrupted[HALF:], last=None)
 
 
