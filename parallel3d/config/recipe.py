@@ -366,6 +366,12 @@ class ParallelConfig:
         """Size of each axis of the layout, outermost first."""
         return {axis: getattr(self, axis) for axis in Coordinates._fields}
 
+    @property
+    def label(self) -> str:
+        """Axes with several ranks, such as `pp 2 x tp 2`, or `one process`."""
+        sizes = [f"{axis} {size}" for axis, size in self.axes.items() if size > 1]
+        return " x ".join(sizes) or "one process"
+
     def coordinates(self, rank: int) -> Coordinates:
         """Returns the coordinates of a rank. Ranks count row-major over `axes`, tp innermost."""
         place = {}

@@ -438,8 +438,7 @@ def initial_part(
     for down, from_rows, to_rows in _tiles(rows, height, tile_height):
         for across, from_columns, to_columns in _tiles(columns, width, tile_width):
             place = f"/{down.start}/{across.start}" if down.start or across.start else ""
-            digest = hashlib.blake2b(f"{seed}/{name}{place}".encode(), digest_size=7).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+            generator = generator_of(f"{seed}/{name}{place}")
             if getattr(spec.init, "is_of_model", False):
                 generator.manual_seed(seed)
             tile = torch.empty(len(down), len(across))
@@ -449,6 +448,12 @@ def initial_part(
     if len(spec.shape) == 1:
         return part.flatten()
     return part.unflatten(1, (-1, *spec.shape[2:]))
+
+
+def generator_of(key: str) -> torch.Generator:
+    """Returns a generator whose seed depends only on `key`."""
+    digest = hashlib.blake2b(key.encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 
 def _tiles(own: range, size: int, step: int) -> Iterator[tuple[range, slice, slice]]:

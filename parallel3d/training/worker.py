@@ -229,13 +229,11 @@ def describe_run(trainer: Trainer, corpora: Sequence[Corpus]) -> str:
     """Describes model size, layout, hardware, precision and data in one line."""
     recipe = trainer.recipe
     device = trainer.device
-    axes = [f"{axis} {size}" for axis, size in recipe.parallel.axes.items() if size > 1]
-    layout = " x ".join(axes) or "one process"
     tokens = sum(len(corpus.train) for corpus in corpora)
     is_cuda = device.type == "cuda"
     hardware = f"{torch.cuda.get_device_name(device)}, NCCL" if is_cuda else "CPU, gloo"
     return (
-        f"{trainer.progress.parameters:,} parameters on {layout} ({hardware}, "
+        f"{trainer.progress.parameters:,} parameters on {recipe.parallel.label} ({hardware}, "
         f"{recipe.train.precision}), {tokens:,} training tokens, microbatches per step: "
         f"{recipe.microbatches}"
     )

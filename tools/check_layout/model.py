@@ -38,7 +38,6 @@ from parallel3d.tools.check_layout.record import (
     record_steps,
     start_record,
 )
-from parallel3d.tools.check_layout.report import layout_name
 from parallel3d.tools.check_layout.shrink import EPS, SEQ_LEN
 
 BATCH = 8  # Sequences per step, rounded up to a multiple of the data-parallel ranks.
@@ -89,7 +88,7 @@ def record_model(job: ModelCheck) -> TrainingRecord:
         try:
             output = model(ids[:, :-1].contiguous())
         except RuntimeError as error:
-            words = f"its forward pass failed with {layout_name(parallel)}: {error}"
+            words = f"its forward pass failed with {parallel.label}: {error}"
             raise ConfigError(f"--model {job.target}: {words}") from error
         logits = getattr(output, "logits", output)
         if mesh is not None and logits.shape[-1] < vocab:

@@ -6,7 +6,6 @@ comparison can therefore find replicas that differ.
 
 from __future__ import annotations
 
-import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from parallel3d.data.windows import ShuffledWindows, TokensInMemory
 from parallel3d.layers import linear, loss
 from parallel3d.layers.collectives import gather
 from parallel3d.layers.experts import ParallelExperts
-from parallel3d.layers.parameter import shard_like
+from parallel3d.layers.parameter import generator_of, shard_like
 from parallel3d.layers.router import Router
 from parallel3d.layers.weight_gradients import local_tensor
 from parallel3d.mesh import build_mesh
@@ -119,9 +118,7 @@ def start_record(
     initial = collect(tensors)
     for name, tensor in tensors:
         # The noise depends only on the seed and the name, so all layouts get the same.
-        key = f"jitter/{seed}/{name}".encode()
-        digest = hashlib.blake2b(key, digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        generator = generator_of(f"jitter/{seed}/{name}")
         noise = torch.randn(tuple(tensor.shape), generator=generator)
         jittered = whole(tensor) + (JITTER * noise).to(tensor.dtype)
         put(tensor, jittered)

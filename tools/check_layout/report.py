@@ -7,7 +7,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from parallel3d.config.recipe import ParallelConfig
 from parallel3d.tools.check_layout.compare import LIMITS, Difference, LayoutComparison
 
 
@@ -29,17 +28,11 @@ def as_json(comparison: LayoutComparison) -> str:
 
 def as_text(comparison: LayoutComparison) -> str:
     """Returns one row per kind of value, then the first difference and its usual causes."""
-    layout = layout_name(comparison.parallel)
+    layout = comparison.parallel.label
     lines = [f"{layout} compared with one process, {comparison.steps} steps in float32", ""]
     for what, largest in comparison.largest.items():
         lines.append(f"{what:<15} differs by at most {largest:.1e}, limit {LIMITS[what]:g}")
     return "\n".join([*lines, "", *describe(comparison.first)])
-
-
-def layout_name(parallel: ParallelConfig) -> str:
-    """Names a layout by its axes of size > 1, for example `pp 2 x tp 2`."""
-    sizes = [f"{axis} {size}" for axis, size in parallel.axes.items() if size > 1]
-    return " x ".join(sizes) or "one process"
 
 
 def describe(first: Difference | None) -> Iterator[str]:
