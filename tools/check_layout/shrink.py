@@ -10,6 +10,7 @@ from typing import Any
 from parallel3d.config.hugging_face import with_sizes
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig, Recipe
 from parallel3d.config.rules import validate
+from parallel3d.config.suggestions import multiple_from
 
 SEQ_LEN = 16
 VOCAB = 264
@@ -48,7 +49,7 @@ def shrink(
             train,
             steps=steps,
             global_batch_size=parallel.dp * microbatch_size * microbatches,
-            seq_len=_up(SEQ_LEN, parallel.sequence_chunks * shards),
+            seq_len=multiple_from(SEQ_LEN, parallel.sequence_chunks * shards),
             precision="fp32",
             loss_chunk_tokens=None,
             batch_warmup_start=None,
@@ -83,7 +84,7 @@ def _shrink_model(model: ModelConfig, layers: int, hidden: int, shards: int) -> 
     if kv_heads * group % shards:
         group = model.heads // model.key_value_heads
     heads = kv_heads * group
-    hidden = _up(hidden, 2 * heads)  # Rotary positions need an even head_dim.
+    hidden = multiple_from(hidden, 2 * heads)  # Rotary positions need an even head_dim.
     ratio = model.query_hidden / model.hidden
     head_dim = None
     if model.head_dim is not None:
@@ -94,8 +95,8 @@ def _shrink_model(model: ModelConfig, layers: int, hidden: int, shards: int) -> 
         "heads": heads,
         "kv_heads": None if model.kv_heads is None else kv_heads,
         "head_dim": head_dim,
-        "ffn_hidden": _up(hidden * model.ffn_hidden // model.hidden, shards),
-        "vocab": min(model.vocab, _up(VOCAB, shards) + model.vocab % shards),
+        "ffn_hidden": multiple_from(hidden * model.ffn_hidden // model.hidden, shards),
+        "vocab": min(model.vocab, multiple_from(VOCAB, shards) + model.vocab % shards),
     }
     if model.config is not None:
         return with_sizes(model, **sizes)
@@ -104,12 +105,7 @@ def _shrink_model(model: ModelConfig, layers: int, hidden: int, shards: int) -> 
         sizes["experts"] = replace(
             model.experts,
             hidden=max(2, round(model.experts.hidden * ratio)),
-            shared_hidden=_up(round(model.experts.shared_hidden * ratio), shards),
+            shared_hidden=multiple_from(round(model.experts.shared_hidden * ratio), shards),
             dense_layers=min(model.experts.dense_layers, layers - 1),
         )
     return replace(model, name=None, **sizes)
-
-
-def _up(number: int, factor: int) -> int:
-    """Returns the smallest multiple of `factor` that is at least `number`."""
-    return -(-number // factor) * factor
