@@ -12,13 +12,14 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainC
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.shapes import from_config
-from parallel3d.planner.search.request import PlanRequest, Strategy
+from parallel3d.planner.search.request import Strategy
 from parallel3d.reporting.metrics import MetricsFile, StepMetrics
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.compare import compare
 from parallel3d.tools.plan.hardware import find_cluster
 from parallel3d.watch.step_clock import CAUSES
 from tests.plan_json import Said, error_line
+from tests.planned_runs import plan_request
 
 RECIPE = Recipe(
     model=ModelConfig(
@@ -60,13 +61,12 @@ def run_of(folder: Path, times: list[float]) -> Path:
 
 
 def test_the_median_without_the_first_line_is_compared_with_the_plan(tmp_path: Path) -> None:
-    cluster = find_cluster("a100")
-    found = compare(run_of(tmp_path, [9.0, 0.2, 0.1, 0.4, 0.3, 0.2]), cluster)
+    found = compare(run_of(tmp_path, [9.0, 0.2, 0.1, 0.4, 0.3, 0.2]), find_cluster("a100"))
     assert found.measured.lines == 5
     assert found.measured.step_time_s == 0.2
-    asked = PlanRequest(
-        shape=from_config(RECIPE.model),
-        cluster=cluster,
+    asked = plan_request(
+        RECIPE.model,
+        "a100-80gb",
         gpus=8,
         seq_len=1024,
         global_batch_size=16,

@@ -6,9 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.framework import FRAMEWORKS
-from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.search.fastest import one_that_fits, search
 from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
 from parallel3d.planner.search.size_limits import (
@@ -16,23 +14,15 @@ from parallel3d.planner.search.size_limits import (
     longest_sequence,
     smallest_cluster,
 )
-from parallel3d.tools.plan.hardware import find_cluster
 from tests.plan_json import Said, plan_json
+from tests.planned_runs import plan_request
 
 ASKED = "--model llama2-13b --gpu a100-40gb --seq-len 4096 --global-batch 64"
 
 
-def request(name: str = "llama2-13b", gpus: int = 8, **changes: object) -> PlanRequest:
-    cluster = find_cluster("a100-40gb")
-    shape = named_shape(name, shape_cards())
-    whole = PlanRequest(
-        shape=shape,
-        cluster=cluster,
-        gpus=gpus,
-        seq_len=2048,
-        global_batch_size=64,
-    )
-    return replace(whole, **changes)  # type: ignore[arg-type]
+def request(name: str = "llama2-13b", **changes: object) -> PlanRequest:
+    usual = {"gpus": 8, "seq_len": 2048, "global_batch_size": 64}
+    return plan_request(name, "a100-40gb", **{**usual, **changes})
 
 
 def held(found: Strategy | None) -> PlanRequest:

@@ -17,19 +17,16 @@ from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.published.run_correction import MeasuredRun, scales_of
-from parallel3d.planner.search.request import PlanRequest
 from parallel3d.planner.time.step import step_cost
 from parallel3d.reporting.metrics import MetricsFile
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.compare import compare
 from parallel3d.tools.plan.hardware import find_cluster
-from parallel3d.tools.plan.models import read_model
 from tests.plan_json import Said, plan_json
+from tests.planned_runs import plan_request
 
 ON = "--model llama3-8b --gpu h100 --gpus 16 --seq-len 8192 --global-batch 128 --fix tp=4 pp=1"
-ASKED = PlanRequest(
-    shape=read_model("llama3-8b").shape,
-    cluster=find_cluster("h100"),
+ASKED = plan_request(
     gpus=16,
     seq_len=8192,
     global_batch_size=128,

@@ -26,10 +26,11 @@ from parallel3d.planner.model.uncertainty import error_model_of
 from parallel3d.planner.published.cases import read_case, read_cases
 from parallel3d.planner.published.score import score
 from parallel3d.planner.search.fastest import search
-from parallel3d.planner.search.request import Fixed, PlanRequest
+from parallel3d.planner.search.request import Fixed
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan.score import recorded_accuracy
+from tests.planned_runs import plan_request
 
 CASES = Path(__file__).parents[1] / "tools/cases/mixtures.json"
 # all parameters, and those that a token meets: of the models' files, and as their papers round them
@@ -195,10 +196,9 @@ def test_experts_are_divided_over_ep_and_their_states_over_those_that_have_the_s
     assert whole.activations == divided.activations
 
 
-def test_experts_of_parallel3d_are_priced_by_their_ranks_and_rows(h100: Cluster) -> None:
-    asked = PlanRequest(
-        shape=named_shape("mixtral-8x7b", shape_cards()),
-        cluster=h100,
+def test_experts_of_parallel3d_are_priced_by_their_ranks_and_rows() -> None:
+    asked = plan_request(
+        "mixtral-8x7b",
         gpus=16,
         seq_len=4096,
         global_batch_size=16,
@@ -223,12 +223,8 @@ def test_the_card_of_a_shape_that_cases_name_is_the_shape() -> None:
 
 @pytest.mark.parametrize("framework", ["parallel3d", "megatron-core"])
 @pytest.mark.parametrize("seq_len", [8192, 131072])
-def test_context_parallelism_holds_what_one_rank_cannot(
-    h100: Cluster, seq_len: int, framework: str
-) -> None:
-    asked = PlanRequest(
-        shape=named_shape("llama3-8b", shape_cards()),
-        cluster=h100,
+def test_context_parallelism_holds_what_one_rank_cannot(seq_len: int, framework: str) -> None:
+    asked = plan_request(
         gpus=64,
         seq_len=seq_len,
         global_batch_size=2**21 // seq_len,

@@ -20,17 +20,13 @@ from parallel3d.config.recipe import (
 )
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
-from parallel3d.models import shape_cards
-from parallel3d.planner.hardware.cluster import load_cluster
-from parallel3d.planner.model.named import named_shape
-from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.search.fastest import search
 from parallel3d.planner.search.neighbours import find_neighbours
 from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
 from parallel3d.planner.search.space import families
-from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import score as plan_score
+from tests.planned_runs import plan_request
 
 CASES = Path(plan_score.__file__).parents[1] / "cases" / "published.json"
 MODEL = ModelConfig(
@@ -52,21 +48,14 @@ MIXTURE = replace(
 )
 
 
-def request(**changes: object) -> PlanRequest:
-    cluster = load_cluster("a100-40gb", [HARDWARE])
-    whole = PlanRequest(
-        shape=from_config(MODEL),
-        cluster=cluster,
-        gpus=16,
-        seq_len=1024,
-        global_batch_size=64,
-    )
-    return replace(whole, **changes)  # type: ignore[arg-type]
+def request(model: ModelConfig = MODEL, **changes: object) -> PlanRequest:
+    usual = {"gpus": 16, "seq_len": 1024, "global_batch_size": 64}
+    return plan_request(model, "a100-40gb", **{**usual, **changes})
 
 
 @pytest.mark.parametrize("model", [MODEL, MIXTURE])
 def test_every_strategy_is_a_valid_recipe(model: ModelConfig) -> None:
-    asked = request(shape=from_config(model))
+    asked = request(model)
     for found in search(asked, top=20).strategies:
         assert found.parallel.world_size == asked.gpus
         train = TrainConfig(
@@ -172,9 +161,7 @@ def test_the_nearest_better_number_is_found(key: str, value: int, better: int | 
     """31 divides neither the layers nor the batch, and 500 sequences leave 4 of 128 devices to the
     data dimension."""
     sizes = {"gpus": 128, "global_batch_size": 512} | {key: value}
-    shape = named_shape("llama3-8b", shape_cards())
-    cluster = load_cluster("h100-80gb", [HARDWARE])
-    asked = request(shape=shape, cluster=cluster, seq_len=8192, **sizes)
+    asked = plan_request(seq_len=8192, **sizes)
     result = search(asked, top=1)
     found = find_neighbours(asked, result.least_s)[key]
     if better is None:

@@ -14,10 +14,7 @@ from typing import Any
 
 import pytest
 
-from parallel3d.models import shape_cards
-from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.hardware.framework import FRAMEWORKS
-from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.uncertainty import FIGURES, ErrorModel, error_model_of, safe_share
 from parallel3d.planner.published.score import Score, score, without_own_sources
@@ -28,7 +25,7 @@ from parallel3d.planner.search.ties import TIE
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan import score as plan_score
-from tests.planned_runs import planned_run
+from tests.planned_runs import plan_request, planned_run
 
 CASES = [HARDWARE.parent / "cases" / name for name in ("published.json", "elsewhere25.json")]
 Said = pytest.CaptureFixture[str]
@@ -130,10 +127,8 @@ def test_a_layout_that_fills_the_safe_share_fits_with_the_chance_that_was_asked_
     assert around.low * around.high == pytest.approx(3600)
 
 
-def asked(gpus: int, name: str = "llama3-8b", hardware: str = "h100-80gb") -> PlanRequest:
-    return PlanRequest(
-        shape=named_shape(name, shape_cards()),
-        cluster=load_cluster(hardware, [HARDWARE]),
+def asked(gpus: int) -> PlanRequest:
+    return plan_request(
         gpus=gpus,
         seq_len=8192,
         global_batch_size=512,

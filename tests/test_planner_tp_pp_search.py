@@ -10,10 +10,8 @@ import pytest
 
 from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.recipe import ModelConfig, ParallelConfig
-from parallel3d.planner.hardware.cluster import load_cluster
 from parallel3d.planner.memory.estimate import RankEstimate
 from parallel3d.planner.memory.ranks import worst_rank
-from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.search.request import PlanRequest
 from parallel3d.planner.search.space import (
     data_axis_splits,
@@ -24,7 +22,7 @@ from parallel3d.planner.search.space import (
 from parallel3d.planner.search.tp_pp_search import TpPpSearch
 from parallel3d.planner.time.step import CostCache, least_step_s, step_cost
 from parallel3d.schedules.registry import ScheduleName
-from parallel3d.tools.arguments import HARDWARE
+from tests.planned_runs import plan_request
 
 MODEL = ModelConfig(
     layers=8,
@@ -53,10 +51,9 @@ def request(
     seq_len: int = 2048,
     model: ModelConfig = MODEL,
 ) -> PlanRequest:
-    cluster = load_cluster("a100-40gb", [HARDWARE])
-    return PlanRequest(
-        shape=from_config(model),
-        cluster=cluster,
+    return plan_request(
+        model,
+        "a100-40gb",
         gpus=8,
         seq_len=seq_len,
         global_batch_size=16,
