@@ -145,6 +145,10 @@ def test_why_compares_refuses_and_rejects(capsys: Said) -> None:
     assert "it is the winner" in capsys.readouterr().out
 
 
+def status_of(program: str) -> int:
+    return subprocess.run([sys.executable, "-c", program], stdout=subprocess.DEVNULL).returncode
+
+
 def test_it_answers_without_torch_or_numpy() -> None:
     framework = (
         "import resource, sys\n"
@@ -154,9 +158,7 @@ def test_it_answers_without_torch_or_numpy() -> None:
         "assert resource.getrusage(resource.RUSAGE_SELF).ru_utime < 2, 'seconds of this process alone'\n"  # noqa: E501
         "sys.exit(status)"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", framework], stdout=subprocess.DEVNULL).returncode == 0
-    )
+    assert status_of(framework) == 0
 
 
 def test_help_is_quick() -> None:
@@ -168,9 +170,7 @@ def test_help_is_quick() -> None:
         "assert resource.getrusage(resource.RUSAGE_SELF).ru_utime < 0.3\n"
         "assert not {'omegaconf', 'yaml', 'torch'} & set(sys.modules)"
     )
-    assert (
-        subprocess.run([sys.executable, "-c", framework], stdout=subprocess.DEVNULL).returncode == 0
-    )
+    assert status_of(framework) == 0
 
 
 VERIFIED = (

@@ -192,17 +192,25 @@ def plain_curve(layout: Layout) -> list[tuple[float, float]]:
     return curve
 
 
-def curve(layout: Layout) -> list[tuple[float, float]]:
-    mesh = layout.mesh()
-    model, loss_fn, found = layout.parallelize(mesh), partial(loss_of, mesh["tp"]), []
-    optimizer, (inputs, labels) = layout.optimizer_of(model), own_batch(mesh)
-    for _ in range(STEPS):
-        loss = model.forward_backward(inputs, labels, loss_fn)
+def train(
+    model: ParallelModel, optimizer: torch.optim.Optimizer, mesh: DeviceMesh, steps: int
+) -> list[tuple[float, float]]:
+    """Returns the losses and norms of some steps on the same batch."""
+    found = []
+    inputs, labels = own_batch(mesh)
+    for _ in range(steps):
+        loss = model.forward_backward(inputs, labels, partial(loss_of, mesh["tp"]))
         norm = model.clip_grad_norm_(1.0)
         optimizer.step()
         model.zero_grad()
         found.append((loss.item(), norm.item()))
     return found
+
+
+def curve(layout: Layout) -> list[tuple[float, float]]:
+    mesh = layout.mesh()
+    model = layout.parallelize(mesh)
+    return train(model, layout.optimizer_of(model), mesh, STEPS)
 
 
 LAYOUTS = [
@@ -364,14 +372,16 @@ def test_two_backward_passes_add_their_gradients(world: Any, sharding: ShardingN
     assert max(world(4).run(accumulated, layout)) < 1e-7
 
 
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
 def load_by_dcp(
     path: Path,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> None:
     """As `load_checkpoint` does, by torch's own functions alone."""
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    weights, states = get_state_dict(model, optimizer, options=options)
+    weights, states = get_state_dict(model, optimizer, options=OPTIONS)
     state = {"model": weights, "optimizer": states}
     dcp.load(state, checkpoint_id=path)
     set_state_dict(
@@ -379,7 +389,7 @@ def load_by_dcp(
         optimizer,
         model_state_dict=state["model"],
         optim_state_dict=state["optimizer"],
-        options=options,
+        options=OPTIONS,
     )
 
 
@@ -388,8 +398,7 @@ def save_by_dcp(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
 ) -> None:
-    options = StateDictOptions(flatten_optimizer_state_dict=True)
-    weights, states = get_state_dict(model, optimizer, options=options)
+    weights, states = get_state_dict(model, optimizer, options=OPTIONS)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=path)
 
 
@@ -400,20 +409,8 @@ def own_steps(
     mesh = layout.mesh()
     model = layout.parallelize(mesh)
     optimizer = layout.optimizer_of(model)
-    inputs, labels = own_batch(mesh)
-
-    def steps() -> list[tuple[float, float]]:
-        found = []
-        for _ in range(3):
-            loss = model.forward_backward(inputs, labels, partial(loss_of, mesh["tp"]))
-            norm = model.clip_grad_norm_(1.0)
-            optimizer.step()
-            model.zero_grad()
-            found.append((loss.item(), norm.item()))
-        return found
-
     if saves:
-        steps()
+        train(model, optimizer, mesh, 3)
     if by_dcp:
         move = save_by_dcp if saves else load_by_dcp
         move(path, model, optimizer)
@@ -423,7 +420,7 @@ def own_steps(
         with pytest.raises(SaveError, match="already exists"):
             save_checkpoint(path, model, optimizer)
         assert load_checkpoint(path, model, optimizer) == {"step": 3}
-    return steps()
+    return train(model, optimizer, mesh, 3)
 
 
 @pytest.mark.parametrize(
