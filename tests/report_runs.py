@@ -1,4 +1,4 @@
-"""Run folders for tests of reports, in the format of real runs and written without training."""
+"""What runs leave behind, in the format of real runs and written without training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from parallel3d.checkpoint.manifest import MANIFEST_FILE
+from parallel3d.checkpoint.manifest import MANIFEST_FILE, Progress
+from parallel3d.reporting.metrics import StepMetrics
 from parallel3d.schedules.build import build_schedule
 from parallel3d.timeline.draw import draw_trace
 from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
@@ -31,6 +32,28 @@ model: {layers: 4, hidden: 64, heads: 4, ffn_hidden: 128, vocab: 264}
 parallel: {pp: 2, tp: 2}
 train: {steps: 100, global_batch_size: 8, seq_len: 512, precision: bf16}
 """
+METRICS = StepMetrics(
+    step=20,
+    loss=3.12345,
+    lr=1e-3,
+    grad_norm=0.8123,
+    tokens=40_960,
+    step_time_s=0.25,
+    tokens_per_s=8192.0,
+    tokens_per_s_per_device=1024.0,
+    mfu=None,
+    peak_memory_bytes=412 * 2**20,
+)
+PROGRESS = Progress(
+    step=1,
+    tokens=2,
+    seed=3,
+    global_batch_size=4,
+    seq_len=5,
+    parameters=6,
+    parallel={"tp": 2},
+    drawn={"a": 7},
+)
 STEP_S = 0.25
 EVIL = (
     "<script>alert(1)</script>",

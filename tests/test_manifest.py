@@ -24,7 +24,6 @@ from parallel3d.checkpoint.manifest import (
     FORMAT,
     MANIFEST_FILE,
     Manifest,
-    Progress,
     SavedTensor,
     find_damage,
     read_manifest,
@@ -32,17 +31,8 @@ from parallel3d.checkpoint.manifest import (
 )
 from parallel3d.checkpoint.pieces import read_box, read_own_part, write_shard
 from parallel3d.errors import CheckpointError, DamagedCheckpointError
+from tests.report_runs import PROGRESS
 
-PROGRESS = Progress(
-    step=1,
-    tokens=2,
-    seed=3,
-    global_batch_size=4,
-    seq_len=5,
-    parameters=6,
-    parallel={"tp": 2},
-    drawn={"a": 7},
-)
 ROWS = torch.arange(35, dtype=torch.float32).view(7, 5)
 TENSORS = {
     "rows": ROWS,  # is cut into rows 0 to 3 and 4 to 6

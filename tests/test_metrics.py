@@ -27,36 +27,23 @@ from parallel3d.planner.model.shapes import from_config
 from parallel3d.recipes import peak_flops
 from parallel3d.reporting.metrics import (
     MetricsFile,
-    StepMetrics,
     flops_per_token,
     peak_tokens_per_s,
 )
 from parallel3d.reporting.profiler import ProfilerWindow
 from parallel3d.reporting.progress import describe
 from parallel3d.training.learning_rate import learning_rate
-
-LINE = StepMetrics(
-    step=20,
-    loss=3.12345,
-    lr=1e-3,
-    grad_norm=0.8123,
-    tokens=40_960,
-    step_time_s=0.25,
-    tokens_per_s=8192.0,
-    tokens_per_s_per_device=1024.0,
-    mfu=None,
-    peak_memory_bytes=412 * 2**20,
-)
+from tests.report_runs import METRICS
 
 
 def test_a_line_says_what_a_person_asks() -> None:
     line = "step 20/300  loss 3.1235  grad 0.812  lr 1.00e-03  8,192 tok/s  mem 412 MiB"
-    assert describe(LINE, 300, 100) == f"{line}  eta 0:01:10"
-    assert describe(LINE, 300, 80) == line  # 76 characters
-    sets = describe(replace(LINE, val_loss=3.2, set_losses={"wiki": 2.0}, mfu=0.4127), 300, 200)
+    assert describe(METRICS, 300, 100) == f"{line}  eta 0:01:10"
+    assert describe(METRICS, 300, 80) == line  # 76 characters
+    sets = describe(replace(METRICS, val_loss=3.2, set_losses={"wiki": 2.0}, mfu=0.4127), 300, 200)
     assert "loss 3.1235  val 3.2000  wiki 2.0000  grad" in sets
     assert "mfu 41.3%" in sets
-    in_float16 = replace(LINE, loss_scale=65536.0, skipped_steps=3)
+    in_float16 = replace(METRICS, loss_scale=65536.0, skipped_steps=3)
     assert "8,192 tok/s  scale 65536  skipped 3  mem 412 MiB" in describe(in_float16, 300, 200)
 
 
@@ -69,13 +56,13 @@ def test_a_resumed_run_drops_the_lines_beyond_its_checkpoint(tmp_path: Path) -> 
     for resumed_step, written in ((0, (10, 20, 30)), (20, (30,))):
         file = MetricsFile(path, resumed_step=resumed_step)
         for step in written:
-            file.write(replace(LINE, step=step, grad_norm=float("inf")))
+            file.write(replace(METRICS, step=step, grad_norm=float("inf")))
     with path.open("a") as cut_off:
         cut_off.write('{"step": 40, "lo')
     file = MetricsFile(path, resumed_step=30)
     assert steps() == [10, 20, 30]
     file.go_back(20)
-    file.write(replace(LINE, step=25))
+    file.write(replace(METRICS, step=25))
     assert steps() == [10, 20, 25]
     last = json.loads(path.read_text().splitlines()[0], parse_constant=pytest.fail)
     assert last["grad_norm"] is None, "JSON has no infinity"

@@ -13,13 +13,14 @@ from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.parameters import model_flops_per_token
 from parallel3d.planner.model.shapes import from_config
 from parallel3d.planner.search.request import Strategy
-from parallel3d.reporting.metrics import MetricsFile, StepMetrics
+from parallel3d.reporting.metrics import MetricsFile
 from parallel3d.tools.plan import command as plan
 from parallel3d.tools.plan.compare import compare
 from parallel3d.tools.plan.hardware import find_cluster
 from parallel3d.watch.step_clock import CAUSES
 from tests.plan_json import Said, error_line
 from tests.planned_runs import plan_request
+from tests.report_runs import METRICS
 
 RECIPE = Recipe(
     model=ModelConfig(
@@ -37,26 +38,15 @@ RECIPE = Recipe(
         precision="bf16",
     ),
 )
-LINE = StepMetrics(
-    step=0,
-    loss=2.0,
-    lr=1e-3,
-    grad_norm=1.0,
-    tokens=0,
-    step_time_s=0.0,
-    tokens_per_s=0.0,
-    tokens_per_s_per_device=0.0,
-    mfu=None,
-    peak_memory_bytes=1 << 30,
-)
 
 
 def run_of(folder: Path, times: list[float]) -> Path:
     """A run that logged every ten steps."""
     (folder / "config.yaml").write_text(to_yaml(RECIPE))
     metrics = MetricsFile(folder / "metrics.jsonl", resumed_step=0)
+    line = replace(METRICS, peak_memory_bytes=1 << 30)
     for at, seconds in enumerate(times):
-        metrics.write(replace(LINE, step=10 * at + 1, step_time_s=seconds))
+        metrics.write(replace(line, step=10 * at + 1, step_time_s=seconds))
     return folder
 
 
@@ -88,7 +78,7 @@ def test_each_cause_is_compared_and_saves_are_left_out(tmp_path: Path, capsys: S
         time_s = dict.fromkeys(CAUSES, 0.0) | {"compute": 0.1, "tp": 0.05, "data": 0.04}
         time_s |= {"checkpoint": saved_s, "other": 0.01}
         step_s = sum(time_s.values())
-        metrics.write(replace(LINE, step=10 * at + 1, step_time_s=step_s, time_s=time_s))
+        metrics.write(replace(METRICS, step=10 * at + 1, step_time_s=step_s, time_s=time_s))
     found = compare(run, find_cluster("a100"))
     assert found.measured.step_time_s == pytest.approx(0.2)
     parts = found.cost.parts
@@ -114,7 +104,7 @@ def test_a_run_that_was_on_another_device_says_so(tmp_path: Path, capsys: Said) 
     metrics = MetricsFile(folders[0] / "metrics.jsonl", resumed_step=0)
     for step in (1, 11):
         line = replace(
-            LINE,
+            METRICS,
             step=step,
             step_time_s=0.5,
             tokens_per_s_per_device=4096.0,

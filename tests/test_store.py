@@ -16,7 +16,6 @@ from parallel3d.checkpoint.manifest import (
     FORMAT,
     MANIFEST_FILE,
     Manifest,
-    Progress,
     read_manifest,
 )
 from parallel3d.checkpoint.store import (
@@ -31,16 +30,7 @@ from parallel3d.checkpoint.store import (
     tidy,
 )
 from parallel3d.config.recipe import CheckpointConfig
-
-PROGRESS = Progress(
-    step=1,
-    tokens=2,
-    seed=3,
-    global_batch_size=4,
-    seq_len=5,
-    parameters=6,
-    parallel={"tp": 2},
-)
+from tests.report_runs import PROGRESS
 
 
 def make(folder: Path, step: int, save: int = 1, val_loss: float | None = None) -> Path:

@@ -17,19 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from parallel3d.checkpoint.files import load_tensors, save_tensors
-from parallel3d.checkpoint.manifest import Progress, find_damage, read_manifest
+from parallel3d.checkpoint.manifest import find_damage, read_manifest
 from parallel3d.checkpoint.pieces import read_own_part
 from parallel3d.errors import DamagedCheckpointError, SaveError
-
-PROGRESS = Progress(
-    step=1,
-    tokens=2,
-    seed=3,
-    global_batch_size=4,
-    seq_len=5,
-    parameters=6,
-    parallel={},
-)
+from tests.report_runs import PROGRESS
 
 
 def make_state(first: float) -> dict[str, torch.Tensor]:
