@@ -87,7 +87,7 @@ class ParallelAttention(ParallelModule):
     (`SequencePart`), and `documents` and `positions` describe full sequences. Masks are refused.
 
     Communication: that of one column-parallel and one row-parallel linear layer, and with cp that
-    of `layers.context`.
+    of `layers.context_parallel`.
 
     Args:
         hidden: Hidden size of the model.

@@ -7,10 +7,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from parallel3d.config.example_values import multiple_from
 from parallel3d.config.hugging_face import with_sizes
 from parallel3d.config.recipe import CheckpointConfig, ModelConfig, Recipe
 from parallel3d.config.rules import validate
-from parallel3d.config.suggestions import multiple_from
 
 SEQ_LEN = 16
 VOCAB = 264
