@@ -228,7 +228,8 @@ def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> N
             start_new_session=True,
         )
         try:
-            status = process.wait(timeout=draw.uniform(0.3, 4))
+            assert process.wait(timeout=draw.uniform(0.3, 4)) == 0
+            assert (tmp_path / "cut").exists()
         except subprocess.TimeoutExpired:
             if draw.random() < 0.5:
                 process.kill()  # the command alone: its workers have to end by themselves
@@ -236,12 +237,11 @@ def test_killed_at_20_random_moments_the_files_are_the_same(tmp_path: Path) -> N
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             kills += 1
-            continue
-        assert status == 0
-        assert content(tmp_path / "cut") == whole
-        assert not (tmp_path / "cut.partial").exists()
-        shutil.rmtree(tmp_path / "cut")  # the next one starts anew
-        ends += 1
+        if (tmp_path / "cut").exists():  # A kill may come after the last file.
+            assert content(tmp_path / "cut") == whole
+            assert not (tmp_path / "cut.partial").exists()
+            shutil.rmtree(tmp_path / "cut")  # the next one starts anew
+            ends += 1
 
 
 # What is refused.
