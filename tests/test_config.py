@@ -143,6 +143,7 @@ UNREADABLE = [
         "parallel=2",
         "parallel = 2 (command line): must be keys and values of pp, dp_replicate",
     ),
+    ("model=3", "model = 3 (command line): must be keys and values of name, architecture"),
     ("parallel.tp", "parallel.tp: not an override; write key=value"),
     ("parallel.tp=two", "parallel.tp = two (command line): must be an integer; try 1"),
     ("parallel.tp=[", "parallel.tp = [ (command line): not a YAML value"),

@@ -92,7 +92,8 @@ def load_recipe(path: Path, overrides: Iterable[str] = (), *, cards: Mapping[str
     refuse([f"{setting}: {rule}" for setting in unreadable])
     tree = _merge(settings)
     model = tree["model"]
-    if model.get("architecture") == "transformers" and isinstance(model.get("config"), str):
+    names_config = isinstance(model, dict) and isinstance(model.get("config"), str)
+    if names_config and model.get("architecture") == "transformers":
         _add_sizes(model)
     recipe, errors = read(Recipe, tree, settings)
     refuse(errors)
@@ -107,7 +108,8 @@ def _add_sizes(model: dict[str, Any]) -> None:
     from sizes in the recipe."""
     path = Path(model["config"])
     path = path / "config.json" if path.is_dir() else path
-    config = {**read_config_json(path), **(model.get("options") or {})}
+    options = model.get("options")
+    config = read_config_json(path) | (options if isinstance(options, dict) else {})
     for key, size in sizes_of(config, path).items():
         given = model.setdefault(key, size)
         if given not in (size, None):
