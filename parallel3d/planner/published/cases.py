@@ -27,6 +27,7 @@ from parallel3d.planner.hardware.framework import (
 )
 from parallel3d.planner.memory.rank_memory import MemoryKind
 from parallel3d.planner.memory.ranks import memory_by_rank, needed_bytes
+from parallel3d.planner.model.experts import Experts
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.parameters import FlopsDefinition
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout, other_gather
@@ -76,6 +77,7 @@ class _Model(BaseModel):
     seq_len: Count = 2048
     tied_embeddings: bool | None = None
     positional: Positions | None = None
+    experts: Experts | None = None
 
 
 class _Hardware(BaseModel):
@@ -441,4 +443,5 @@ def _shape(stated: _Model) -> ModelShape:
         biases=is_gpt,
         layer_norm=stated.ffn_kind != "swiglu",
         embedding_norm=positions == "alibi",
+        experts=stated.experts,
     )
