@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from parallel3d.config.recipe import ParallelConfig
+from parallel3d.errors import ConfigError
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import Cluster, load_cluster
 from parallel3d.planner.hardware.framework import FRAMEWORKS
@@ -167,6 +168,22 @@ def test_parameters_are_the_published_ones_in_all_and_for_a_token(name: str) -> 
 def test_a_config_json_gives_the_shape_with_that_name(name: str) -> None:
     expected = named_shape(name, shape_cards())
     assert hf_config_shape(FILES[name], name, Path("config.json")) == expected
+
+
+def test_first_layers_without_experts_are_read_from_a_config_json() -> None:
+    found = hf_config_shape({**QWEN3_MOE, "mlp_only_layers": [0, 1]}, "q", Path("config.json"))
+    assert found is not None
+    assert found.first_dense == 2
+    shape = named_shape("qwen3-30b-a3b", {})
+    mlp, experts = 3 * 2048 * 6144, 128 * (3 * 2048 * 768 + 2048)
+    assert total_parameters(found) == total_parameters(shape) + 2 * (mlp - experts)
+    for bad, rule in (
+        ([1, 3], r"must be \[0, 1\]"),
+        (3, r"must be \[\]"),
+        ([*range(49)], "at most"),
+    ):
+        with pytest.raises(ConfigError, match=rule):
+            hf_config_shape({**QWEN3_MOE, "mlp_only_layers": bad}, "q", Path("config.json"))
 
 
 def test_flops_count_the_experts_of_a_token_alone_and_keys_within_a_window() -> None:

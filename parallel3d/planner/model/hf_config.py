@@ -26,11 +26,7 @@ from parallel3d.planner.model.shapes import ModelShape, from_config
 
 # Keys that select the MoE layers, and the values with which all layers after the first ones have
 # experts.
-_EXPERT_LAYERS = {
-    "decoder_sparse_step": 1,
-    "moe_layer_freq": 1,
-    "mlp_only_layers": [],
-}
+_EXPERT_LAYERS = {"decoder_sparse_step": 1, "moe_layer_freq": 1}
 _LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 # Fields of a shape by `model_type`.
 PLANNED_FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -76,16 +72,18 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
     own = dict(PLANNED_FAMILIES[kind])
     said = {**own.pop("defaults", {}), **said}
     keys = _Keys(said, path)
-    for key, usual in _EXPERT_LAYERS.items():
+    dense = said.get("mlp_only_layers") or []
+    first = [*range(len(dense))] if isinstance(dense, list) else []
+    for key, usual in {**_EXPERT_LAYERS, "mlp_only_layers": first}.items():
         if (said.get(key) or usual) != usual:
             raise ConfigError(
                 f"{path}: {key} = {said[key]}: must be {usual}, because experts must be in every "
                 "layer after the first ones"
             )
     is_tied = said.get("tie_word_embeddings", own.pop("tied_embeddings", False))
-    plain = ModelConfig(name=name, tied_embeddings=bool(is_tied), **sizes_of(said, path))
+    sizes = {"tied_embeddings": bool(is_tied), **sizes_of(said, path)}
+    plain = ModelConfig(name=name, experts=_experts(keys), **sizes)
     check_model(plain, str(path))
-    own["experts"] = _experts(keys)
     if own.get("positions") == "learned":
         own["position_rows"] = keys.number("max_position_embeddings") + 2  # as OPT counts them
     if kind in _LATENT_FAMILIES:
@@ -111,6 +109,7 @@ def _experts(keys: _Keys) -> Experts | None:
         return None
     hidden = keys.optional("moe_intermediate_size") or keys.number("intermediate_size")
     gated = keys.optional("shared_expert_intermediate_size") or 0
+    dense = keys.said.get("mlp_only_layers")
     groups = keys.optional("topk_group")
     if groups == keys.optional("n_group"):  # Routing is not limited.
         groups = None
@@ -121,7 +120,7 @@ def _experts(keys: _Keys) -> Experts | None:
         shared_hidden=gated + hidden * (keys.optional("n_shared_experts") or 0),
         shared_gate=gated > 0,
         router_bias=keys.said["model_type"] in ("deepseek_v3", "kimi_k2"),
-        dense_layers=keys.optional("first_k_dense_replace") or 0,
+        dense_layers=keys.optional("first_k_dense_replace") or len(dense or ()),
         most_groups=groups,
     )
 
