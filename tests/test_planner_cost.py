@@ -102,6 +102,12 @@ def test_a_group_across_nodes_is_priced_at_the_network(a100: Cluster) -> None:
     assert inside_s == pytest.approx(1.75 * all_gather_s(a100, pair, 1e9), rel=0.01)
 
 
+def test_groups_leave_devices_of_a_node_idle_instead_of_crossing_its_boundary() -> None:
+    rack = load_cluster("gb200", FOLDERS)
+    assert axis_group(rack, 32, 1, world=256).nodes == 1
+    assert axis_group(rack, 32, 1, world=288).per_node == 8  # The ranks fill 4 racks.
+
+
 def test_context_parallelism_sends_keys_and_values_twice_and_their_gradients_once() -> None:
     cluster = load_cluster("h100-80gb", FOLDERS)
     cluster = replace(cluster, node=replace(cluster.node, latency_us=0.0))

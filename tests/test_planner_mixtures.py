@@ -281,6 +281,21 @@ def test_published_runs_of_mixtures_are_within_the_bars() -> None:
     assert max(at_scale) < 9
 
 
+def test_unseen_runs_of_mixtures_are_within_the_bars() -> None:
+    """They were predicted before any change of the planner, and no constant was set on them."""
+    found = score(read_cases(CASES.with_name("mixtures_unseen.json"), [HARDWARE]))
+    assert found.skipped == ()
+    errors = found.apart["mixture of experts"]
+    assert errors["throughput"].cases == 39
+    assert (errors["throughput"].median or 0) < 25
+    assert errors["memory"].cases == 14
+    assert (errors["memory"].median or 0) < 11
+    in_racks = [each for each in found.cases if "-gb200" in each.id or "-gb300" in each.id]
+    racks = [each.errors_pct["throughput"] for each in in_racks]
+    assert len(racks) == 23
+    assert min(racks) > -30  # A group of 32 or 64 ranks lies in one rack of 72 GPUs.
+
+
 def test_the_published_run_of_deepseek_v3_lies_in_its_range() -> None:
     """14.8T tokens in 2.664M hours of H800 with pp 16, ep 64, ZeRO-1 and float8, of each block only
     norms and projections recomputed (arXiv 2412.19437, table 1, sections 3.1 and 3.2.3)."""

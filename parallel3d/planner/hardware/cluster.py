@@ -192,15 +192,17 @@ class Group:
 def axis_group(cluster: Cluster, size: int, stride: int, *, world: int) -> Group:
     """Returns the group of `size` ranks that are `stride` apart.
 
-    If groups do not divide a node evenly, some cross a node boundary, and the result is for those.
-    If all `world` ranks fit on one node, none does.
+    If all `world` ranks fit on one node, no group crosses its boundary. If groups do not divide a
+    node, but fill a part of each node evenly, the rest is idle: groups of 32 run on 64 of the 72
+    GPUs of a rack. Otherwise some groups cross a boundary, and the result is for those.
     """
     node = cluster.gpus_per_node
     if world <= node:
         return Group(size=size, per_node=size)
     span = size * stride
     per_node = min(size, node // stride)
-    if span < node and node % span:
+    whole = node // span * span
+    if span < node and node % span and (world % node == 0 or world % whole):
         per_node = gcd(node, span) // stride
     return Group(
         size=size,
