@@ -169,7 +169,7 @@ BAD_INPUTS = [
     (f"--model mixtral.json {ON}", "mixtral.json: no key num_hidden_layers"),
     (
         f"--model layers.json {ON}",
-        "layers.json: decoder_sparse_step = 2: must be 1, because experts must be in every layer",
+        "layers.json: decoder_sparse_step = 2: all layers after the first ones must have experts",
     ),
     (f"--model bert.json {ON}", "model_type = bert: must be one of"),
     (f"--model text.json {ON}", "text.json: hidden_size = big: must be an integer"),

@@ -226,19 +226,33 @@ def _experts(said: Mapping[str, Any], path: Path) -> dict[str, Any]:
     # transformers 5 calls the number of experts num_local_experts in all families.
     said = {"num_experts": said.get("num_local_experts"), **said}
     section = {ours.split(".")[1]: said.get(theirs) for ours, theirs in _MIXTURES[kind].items()}
-    dense = said.get("mlp_only_layers")
-    dense_layers = len(dense) if isinstance(dense, list) else 0
     is_qwen2 = kind == "qwen2_moe"
-    fixed = {
-        "mlp_only_layers": ([*range(dense_layers)], "only the first layers can be without experts"),
-        "decoder_sparse_step": (1, "every layer after the first ones must have experts"),
-        "qkv_bias": (is_qwen2, f"not supported in {kind}"),
+    if said.get("qkv_bias", is_qwen2) != is_qwen2:
+        raise ConfigError(
+            f"{path}: qkv_bias = {shown(said['qkv_bias'])}: not supported in {kind}; try "
+            f"{shown(is_qwen2)}"
+        )
+    return section | {"dense_layers": first_dense_layers(said, path), "shared_gate": is_qwen2}
+
+
+def first_dense_layers(said: Mapping[str, Any], path: Path) -> int:
+    """Returns the number of layers in `mlp_only_layers`, which have no experts.
+
+    Raises ConfigError unless all layers after these first ones have experts."""
+    dense = said.get("mlp_only_layers")
+    count = len(dense) if isinstance(dense, list) else 0
+    usual = {
+        "mlp_only_layers": [*range(count)],
+        "decoder_sparse_step": 1,
+        "moe_layer_freq": 1,
     }
-    for key, (value, fault) in fixed.items():
-        if said.get(key, value) != value:
-            found = shown(said[key])
-            raise ConfigError(f"{path}: {key} = {found}: {fault}; try {shown(value)}")
-    return section | {"dense_layers": dense_layers, "shared_gate": is_qwen2}
+    for key, value in usual.items():
+        if (said.get(key) or value) != value:
+            raise ConfigError(
+                f"{path}: {key} = {shown(said[key])}: all layers after the first ones must have "
+                f"experts; try {shown(value)}"
+            )
+    return count
 
 
 def ignored_keys(config: Mapping[str, Any], path: Path) -> Iterator[str]:

@@ -12,6 +12,7 @@ import yaml
 
 from parallel3d.config.hugging_face import (
     check_model,
+    first_dense_layers,
     from_hugging_face,
     sizes_of,
     sliding_window,
@@ -20,13 +21,9 @@ from parallel3d.config.hugging_face import (
 )
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.config.saved_tensors import saved_tensors
-from parallel3d.errors import ConfigError
 from parallel3d.planner.model.experts import Experts, LatentAttention
 from parallel3d.planner.model.shapes import ModelShape, from_config
 
-# Keys that select the MoE layers, and the values with which all layers after the first ones have
-# experts.
-_EXPERT_LAYERS = {"decoder_sparse_step": 1, "moe_layer_freq": 1}
 _LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "kimi_k2")
 # Fields of a shape by `model_type`.
 PLANNED_FAMILIES: dict[str, dict[str, Any]] = yaml.safe_load(
@@ -72,17 +69,10 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
     own = dict(PLANNED_FAMILIES[kind])
     said = {**own.pop("defaults", {}), **said}
     keys = _Keys(said, path)
-    dense = said.get("mlp_only_layers") or []
-    first = [*range(len(dense))] if isinstance(dense, list) else []
-    for key, usual in {**_EXPERT_LAYERS, "mlp_only_layers": first}.items():
-        if (said.get(key) or usual) != usual:
-            raise ConfigError(
-                f"{path}: {key} = {said[key]}: must be {usual}, because experts must be in every "
-                "layer after the first ones"
-            )
+    dense = first_dense_layers(said, path)
     is_tied = said.get("tie_word_embeddings", own.pop("tied_embeddings", False))
     sizes = {"tied_embeddings": bool(is_tied), **sizes_of(said, path)}
-    plain = ModelConfig(name=name, experts=_experts(keys), **sizes)
+    plain = ModelConfig(name=name, experts=_experts(keys, dense), **sizes)
     check_model(plain, str(path))
     if own.get("positions") == "learned":
         own["position_rows"] = keys.number("max_position_embeddings") + 2  # as OPT counts them
@@ -98,7 +88,7 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
     return replace(from_config(plain), window=window, windowed_layers=layers, **own)
 
 
-def _experts(keys: _Keys) -> Experts | None:
+def _experts(keys: _Keys, dense: int) -> Experts | None:
     """Returns the experts of a config that uses the key names of Mixtral, Qwen or DeepSeek, or None
     for a dense model.
     """
@@ -109,7 +99,6 @@ def _experts(keys: _Keys) -> Experts | None:
         return None
     hidden = keys.optional("moe_intermediate_size") or keys.number("intermediate_size")
     gated = keys.optional("shared_expert_intermediate_size") or 0
-    dense = keys.said.get("mlp_only_layers")
     groups = keys.optional("topk_group")
     if groups == keys.optional("n_group"):  # Routing is not limited.
         groups = None
@@ -120,7 +109,7 @@ def _experts(keys: _Keys) -> Experts | None:
         shared_hidden=gated + hidden * (keys.optional("n_shared_experts") or 0),
         shared_gate=gated > 0,
         router_bias=keys.said["model_type"] in ("deepseek_v3", "kimi_k2"),
-        dense_layers=keys.optional("first_k_dense_replace") or len(dense or ()),
+        dense_layers=keys.optional("first_k_dense_replace") or dense,
         most_groups=groups,
     )
 
