@@ -79,7 +79,7 @@ class RankEstimate:
             unsharded = end.padded * part.head
         unreduced = 0.0
         if states.reduces_each:  # The gradients of the last unit may still be in flight.
-            last = max(end.padded, states.block.padded, states.experts.padded)
+            last = max(end.padded, states.block.padded)
             unreduced = states.master * unit.shard + states.reduce * last
         elif states.is_sharded:
             unreduced = max(states.reduce, states.master) * unit.numel
@@ -168,14 +168,16 @@ class RankEstimate:
         The first operators are loss, head and last block; the last are first block and embedding.
         """
         states = self.states
+        layout = self.run.layout
+        frees_each = layout.gather_cadence == "microbatch"
         microbatch = self.microbatch
         part = states.parts[backward.stage]
         if part.dense:  # The stage has blocks with and without experts, or only the latter.
             kinds = [self.dense, self.microbatch][: 1 + (part.layers > part.dense)]
             microbatch = max(kinds, key=lambda kind: kind.saved + kind.backward)
         sent = self._sent(backward, states.block)
-        if states.experts.numel:
-            sent = max(sent, self._sent(backward, states.experts))
+        sent_experts = self._sent(backward, states.experts)
+        made_experts = states.item * states.experts.numel * states.is_sharded
         end = states.ends[backward.stage]
         end_sent = self._sent(backward, end)
         end_made = states.item * end.numel * states.is_sharded
@@ -183,8 +185,17 @@ class RankEstimate:
             made = 0  # Bytes of the gradients in the compute dtype, which exist all at once.
             if states.is_sharded and backward.has_gradients and states.item < states.master:
                 made = states.item * states.units[backward.stage].numel
-            return microbatch.embedding, max(made, sent, end_sent)
+            gathered = 0.0  # If each microbatch gathers, the input half has freed the parameters.
+            at = 5 * backward.stage
+            if frees_each and not backward.before[at]:
+                gathered = self._each[at + 2]
+            else:  # Experts are resharded before their gradients are reduced.
+                sent_experts -= self.block - self.ahead
+            last = max(made, sent, sent_experts, end_sent)
+            return microbatch.embedding - gathered, last - gathered
         block = microbatch.saved + microbatch.backward
+        if not part.layers:  # The stage has only the head.
+            block = 0
         last = max(block, sent)
         if backward.kind is Kind.INPUT:
             last -= microbatch.halved / 2
@@ -192,19 +203,27 @@ class RankEstimate:
         if states.frees_forward:
             freed = 0
             block += self.block + self.ahead
+            last += self.block - self.ahead  # Of experts.
         # Gradients in reduction add memory, unless unreduced gradients are counted already.
         others = 1 - 1 / max(part.layers, 1)
         if states.is_sharded:
             others = not backward.has_gradients or states.reduces_each
         # Bytes that the last two blocks keep for their backward passes, which free them.
-        layout = self.run.layout
         stop = states.stages[backward.stage][1] + part.layers
         kept, kept_before = (
             microbatch.saved if (stop - back) % layout.recompute_every else microbatch.kept
             for back in (1, 2)
         )
-        after_one = block + sent * others - kept_before
-        if backward.is_last or layout.gather_cadence == "microbatch":
+        after_one = block + sent * others
+        if part.layers > part.dense and states.experts.numel:
+            # Their gradients are copied after their backward pass, and reduced during that of the
+            # rest of the block. Those of the rest are reduced during that of the next experts.
+            meanwhile = sent_experts * others + microbatch.saved
+            meanwhile += max(microbatch.rest, made_experts)
+            after_one = max(after_one, meanwhile)
+            last = max(last, meanwhile - states.reduced * states.experts.shard)
+        after_one -= kept_before
+        if backward.is_last or frees_each:
             after_one -= freed
         # Parameters of the next block are all-gathered in advance.
         forward = self.block + max(microbatch.saved + microbatch.forward, self.ahead)
@@ -212,8 +231,11 @@ class RankEstimate:
         if part.head:
             if part.embedding and self.run.shape.tied_embeddings:
                 first += end_made
-            loss = microbatch.loss + self.block - freed
-            first = max(loss, max(first, end_sent) - microbatch.logits)
+            loss = microbatch.loss + self.ahead * states.frees_forward
+            passed = microbatch.saved_by_head
+            if backward.kind is Kind.INPUT:
+                passed = microbatch.logits
+            first = max(loss, max(first, end_sent) - passed)
         is_late = states.item == states.master and not states.is_sharded
         if self.run.shape.saved and is_late and not backward.has_gradients:
             first -= states.master * states.units[backward.stage].numel  # of gradients not made yet

@@ -78,7 +78,7 @@ def fullest_backwards(
                 before,
                 sum(stages, ()),
             )
-            same = found[:4]
+            same = (*found[:4], found.before[3::5])
             if same not in fullest or found.waiting > fullest[same].waiting:
                 fullest[same] = found
         if is_last:

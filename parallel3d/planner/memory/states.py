@@ -115,10 +115,12 @@ class RankStates:
         is_copied = self.shards > 1 or self.reduce != self.master
         if self.is_sharded or self.layout.replicas == 1 or not is_copied:
             return 0.0
-        bucket = max(self.run.bucket_bytes / self.master, self.block.numel, self.experts.numel)
+        bucket = other = max(self.run.bucket_bytes / self.master, self.block.numel)
+        if self.experts.numel:  # Experts and the rest of their blocks are in buckets of their own.
+            bucket, other = self.experts.numel, self.block.numel
         sent = 0.0
         for unit, end in zip(self.units, self.ends, strict=True):
-            share = min((bucket + max(bucket, end.numel)) / unit.numel, 1)
+            share = min((bucket + max(other, end.numel)) / unit.numel, 1)
             sent += share * (unit.padded + (self.shards > 1) * unit.shard)
         return self.reduce * sent
 
@@ -152,4 +154,8 @@ def _units(
         units.append(unit(part).plus(experts(part.layers - part.dense)))
         if part.dense:
             blocks.append(unit(replace(_BLOCK, dense=1)))
-    return max(blocks), experts(1), units, ends
+    own = experts(1)
+    if shape.saved:  # Experts of Transformers are in the unit of their block.
+        blocks[0] = blocks[0].plus(own)
+        own = experts(0)
+    return max(blocks), own, units, ends

@@ -69,6 +69,7 @@ class MicrobatchBytes:
             input_gradient + attention - inputs * ffn + up + down,
             16 * self.hidden * block.dropout,  # Temporaries of a dropout mask.
         )
+        self.rest = self.backward  # Of the part of a block before its experts.
         self.forward = 0  # Results of experts on their way, beyond what the block saves.
         if experts is not None:
             up, down = (item * table.numel for table in expert_tables(shape, block.ep))
@@ -85,12 +86,13 @@ class MicrobatchBytes:
             self.halved += 2 * (full - self.hidden) + 2 * rows + 3 * inner
             if shared:
                 self.halved += 2 * full + 3 * shared
-            self.backward = self.hidden + max(
+            self.rest = self.hidden + input_gradient + attention - results - inputs * inner + others
+            of_experts = max(
                 2 * results + again,
                 rows + 3 * inner + down - results + again,
                 3 * rows - inputs * inner + up + down - results,
-                input_gradient + attention - results - inputs * inner + others,
             )
+            self.backward = max(self.rest, self.hidden + of_experts)
         # The last norm and the head save their inputs and the logits.
         rows = vocabulary_rows(shape, tp)
         saved = shape.saved
