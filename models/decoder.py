@@ -133,8 +133,10 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, key: Tensor | None = None, documents: PackedDocuments | None = None
     ) -> Tensor:
-        attended = self.attention(self.attention_norm(x), documents=documents, key=key)
-        x = x + self.attention_dropout(attended, key)
+        # Without names for the results, which would stay alive during the MLP.
+        x = x + self.attention_dropout(
+            self.attention(self.attention_norm(x), documents=documents, key=key), key
+        )
         return x + self.mlp_dropout(self.mlp(self.mlp_norm(x)), key)
 
 

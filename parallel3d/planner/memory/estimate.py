@@ -216,6 +216,10 @@ class RankEstimate:
         )
         after_one = block + sent * others
         if part.layers > part.dense and states.experts.numel:
+            if kept_before < microbatch.saved:  # The next block is recomputed meanwhile.
+                again = microbatch.saved + microbatch.forward + microbatch.hidden + kept_before
+                again += states.frees_forward * (self.block + self.ahead)
+                after_one = max(after_one, again + sent * others)
             # Their gradients are copied after their backward pass, and reduced during that of the
             # rest of the block. Those of the rest are reduced during that of the next experts.
             meanwhile = sent_experts * others + microbatch.saved
