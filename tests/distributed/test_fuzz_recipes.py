@@ -292,7 +292,8 @@ def differences(outcome: Outcome, references: Sequence[Outcome]) -> Iterator[str
     exact = references[0].answers[0]
     same = references[-1].answers[0]
     precision = recipe.train.precision
-    sends_bf16 = recipe.parallel.reduce_dtype == "bf16" and recipe.parallel.dp > 1
+    ranks = recipe.parallel.dp * recipe.parallel.cp
+    sends_bf16 = recipe.parallel.reduce_dtype == "bf16" and ranks > 1
     coarsest = "bf16" if sends_bf16 else precision
     close = max(CLOSE[precision], CLOSE[coarsest])
     rounding = max(ROUNDING[precision], ROUNDING[coarsest])
