@@ -26,7 +26,8 @@ def model_class(architecture: str) -> ModelClass:
 
     Imports torch, and the user's module for a custom class.
     """
-    from parallel3d.existing_model import ExistingModel, construct_hugging_face, import_model
+    from parallel3d.convert.hugging_face import construct_hugging_face
+    from parallel3d.existing_model import ExistingModel, import_model
     from parallel3d.models.gpt import GPT
     from parallel3d.models.llama import Llama
 

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, is_dataclass, replace
 from functools import cache, partial
-from importlib import import_module
 from inspect import signature
 from typing import Any, get_type_hints
 
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel3d.config.hugging_face import config_of, with_sizes
+from parallel3d.config.hugging_face import with_sizes
 from parallel3d.config.import_class import import_class
 from parallel3d.config.load import read_options
 from parallel3d.config.recipe import BlockRecompute, ModelConfig, Recipe, TpRule
@@ -354,42 +353,6 @@ def _seeded(generator: torch.Generator | None) -> Iterator[None]:
         if generator is not None:
             torch.default_generator.manual_seed(generator.initial_seed())
         yield
-
-
-def construct_hugging_face(config: ModelConfig) -> nn.Module:
-    """Returns the model of `model.config`, with a language-model head and without dropout.
-
-    Raises ConfigError if transformers is not installed or does not know the model. Code in the
-    folder of the config is not run.
-    """
-    try:
-        transformers: Any = import_module("transformers")
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            "model.architecture = transformers: the package is not installed; try "
-            "pip install transformers"
-        ) from error
-    said = f"model.config = {config.config}"
-    keys = config_of(config)
-    kind = keys.get("model_type")
-    try:
-        own = transformers.AutoConfig.for_model(**keys)
-    except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{said}: model_type = {kind}: transformers {transformers.__version__} cannot read it "
-            f"({str(error).splitlines()[0]})"
-        ) from error
-    for key in vars(own):
-        if key.endswith(("dropout", "_pdrop")):
-            setattr(own, key, 0.0)
-    try:
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(own)
-    except Exception as error:  # Models check their configs in different ways.
-        raise ConfigError(
-            f"{said}: model_type = {kind}: cannot be built as a causal language model "
-            f"({type(error).__name__}: {str(error).splitlines()[0]})"
-        ) from error
-    return model.float()
 
 
 def import_model(architecture: str) -> Any:

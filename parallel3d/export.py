@@ -181,8 +181,11 @@ def _read(checkpoint: Path, manifest: Manifest, tensor: ExportedTensor) -> Tenso
     parts = (made.t() if tensor.source.transposed else made).chunk(len(tensor.source.parameters))
     for name, part in zip(tensor.source.parameters, parts, strict=True):
         saved = manifest.tensors[f"model.{name}"]
-        first = tensor.source.rows(saved.shape[0]).start
-        read_box(checkpoint, saved, [first, *[0] * (part.ndim - 1)], part)
+        first = [tensor.source.rows(tensor.source.matrix(saved.shape)[0]).start]
+        if part.ndim < len(saved.shape):  # A matrix, or a part of one, of a stack of matrices.
+            part = part.unsqueeze(0)
+            first = [*divmod(first[0], saved.shape[1])]
+        read_box(checkpoint, saved, [*first, *[0] * (part.ndim - len(first))], part)
     if made.dtype == torch.float16 and not all(end.isfinite() for end in made.aminmax()):
         raise CheckpointError(
             f"{checkpoint}: {tensor.source.name} has values beyond float16; use --dtype bf16"

@@ -4,20 +4,36 @@ A tensor of a Hugging Face model corresponds to one parameter of parallel3d, or 
 stacked along their first dim, and can be transposed. For example, GPT-2 packs q, k and v, and its
 Conv1D stores matrices as [in, out]. In a mixture of experts, it is the matrix of one expert, which
 parallel3d stacks in one parameter.
+
+[Note: names in files] Transformers 5 stacks the experts of most families in memory and renames some
+parameters, but its files keep the published names. Its own function for saving converts the state
+dict. Here that function gets the numbers of rows in place of weights, so its result tells which
+rows of which parameter each tensor in a file has. If that is not a range of rows, the names in
+memory are used, which Transformers can read too.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import import_module
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from parallel3d.config.hugging_face import family_of
 from parallel3d.config.recipe import ModelConfig
+from parallel3d.convert.hugging_face import construct_hugging_face
+from parallel3d.convert.pretrained import parameters_on_meta
 
 # Buffers that older versions of Transformers saved with the weights. They are ignored.
 UNREAD = re.compile(r"(.*\.)?(attn\.(masked_)?bias|rotary_emb\.inv_freq)")
 HEAD = "lm_head.weight"
+_SPACING = 1 << 32  # Distance between the row numbers of two parameters.
 
 
 @dataclass(frozen=True)
@@ -26,6 +42,7 @@ class HfTensor:
 
     The parameters are stacked along their first dim, then transposed if `transposed`. If they stack
     the matrices of `experts` experts, the tensor has only the rows of the one with index `expert`.
+    A parameter [experts, rows, columns] counts as the matrix [experts * rows, columns].
     """
 
     name: str
@@ -34,6 +51,12 @@ class HfTensor:
     expert: int = 0
     experts: int = 1
 
+    def matrix(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns the shape of a parameter, or of the matrix that a stack of matrices forms."""
+        if self.experts == 1 or len(parameter) != 3:
+            return parameter
+        return (parameter[0] * parameter[1], parameter[2])
+
     def rows(self, parameter_rows: int) -> range:
         """Returns the rows of each parameter that this tensor has, given their total number."""
         each = parameter_rows // self.experts
@@ -41,7 +64,8 @@ class HfTensor:
 
     def shape(self, parameter: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of this tensor, given the shape of one of its parameters."""
-        stacked = (len(self.rows(parameter[0])) * len(self.parameters), *parameter[1:])
+        rows, *columns = self.matrix(parameter)
+        stacked = (len(self.rows(rows)) * len(self.parameters), *columns)
         return stacked[::-1] if self.transposed else stacked
 
 
@@ -146,17 +170,22 @@ NAMES = {
 }
 
 
-def hf_tensors(model: ModelConfig, names: Iterable[str]) -> Iterator[HfTensor]:
+def hf_tensors(
+    model: ModelConfig, names: Iterable[str], stored: Iterable[str] = ()
+) -> Iterator[HfTensor]:
     """Yields the tensors that a model has in Hugging Face format, from the embedding to the head.
 
     A tied head is omitted, as in files that Transformers writes. `names` are the names of the
-    model's parameters. Models with `architecture: transformers` have the same names in both.
+    model's parameters, and `stored` those in a folder to read. Both matter only with
+    `architecture: transformers`. A folder with the names of the parameters is read by them.
 
     Raises:
         ConfigError: No Hugging Face family can represent this model.
     """
     if model.architecture == "transformers":
-        yield from (HfTensor(name, (name,)) for name in names)
+        own = [*names]
+        has_all = set(stored).issuperset(own)
+        yield from _with_names(own) if has_all else _saved_by_transformers(model, own)
         return
     table = NAMES[family_of(model)]
     yield from table.first
@@ -176,3 +205,47 @@ def _expert_block(model: ModelConfig, table: NamesTable) -> Iterator[HfTensor]:
         count = model.experts.count if "{}" in each.name else 1
         for index in range(count):
             yield replace(each, name=each.name.format(index), expert=index, experts=count)
+
+
+@cache
+def model_on_meta(model: ModelConfig) -> Any:
+    """Returns the model of Hugging Face Transformers, with parameters on the meta device."""
+    with parameters_on_meta():
+        return construct_hugging_face(model)
+
+
+def _with_names(names: list[str]) -> list[HfTensor]:
+    return [HfTensor(name, (name,)) for name in names]
+
+
+def _saved_by_transformers(model: ModelConfig, names: list[str]) -> list[HfTensor]:
+    """Returns the tensors that Transformers saves for parameters. See [Note: names in files]."""
+    whole = model_on_meta(model)
+    numbers = {}
+    for index, name in enumerate(names):
+        shape = whole.get_parameter(name).shape
+        # A stack of matrices gets two rows per matrix, because a file may have its halves.
+        rows = (shape[0], 2) if len(shape) == 3 else (2,)
+        columns = [1] * (len(shape) - len(rows))
+        first = index * _SPACING
+        numbers[name] = torch.arange(first, first + prod(rows)).view(*rows, *columns)
+    loading: Any = import_module("transformers.core_model_loading")
+    try:
+        saved = loading.revert_weight_conversion(whole, numbers)
+        tensors = [_saved_part(name, part, names, numbers) for name, part in saved.items()]
+    except (AssertionError, LookupError, RuntimeError, ValueError):
+        return _with_names(names)
+    return tensors
+
+
+def _saved_part(
+    saved: str, part: Tensor, names: list[str], numbers: Mapping[str, Tensor]
+) -> HfTensor:
+    """Returns the tensor `saved`, which has the rows with the numbers `part` of a parameter."""
+    index, first = divmod(int(part.flatten()[0]), _SPACING)
+    name = names[index]
+    whole = numbers[name]
+    assert torch.equal(part.flatten(), whole.flatten()[first : first + part.numel()])
+    assert part.shape == whole.shape or (part.ndim, whole.ndim) == (2, 3)
+    count = part.numel()
+    return HfTensor(saved, (name,), expert=first // count, experts=whole.numel() // count)

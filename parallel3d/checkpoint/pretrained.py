@@ -13,7 +13,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from parallel3d.checkpoint.collectives import collect
-from parallel3d.checkpoint.hugging_face import HEAD, NAMES, UNREAD, HfTensor, hf_tensors
+from parallel3d.checkpoint.hugging_face import (
+    HEAD,
+    NAMES,
+    UNREAD,
+    HfTensor,
+    hf_tensors,
+    model_on_meta,
+)
 from parallel3d.checkpoint.manifest import differences
 from parallel3d.config.hugging_face import family_of
 from parallel3d.config.recipe import ModelConfig
@@ -41,11 +48,12 @@ def load_pretrained(parameters: Sequence[LocalParameter], model: ModelConfig, fo
 
     def read() -> None:
         sources: dict[str, list[HfTensor]] = defaultdict(list)
-        for each in hf_tensors(model, shapes):
-            for name in each.parameters:
-                sources[name].append(each)
         try:
             stored = _open(folder, model)
+            tensors = [*hf_tensors(model, shapes, stored)]
+            for each in sorted(tensors, key=lambda each: each.expert):
+                for name in each.parameters:
+                    sources[name].append(each)
             for own in parameters:
                 tp = own.axes[Role.SPLIT_TENSORS]
                 own.part.initialize(
@@ -65,9 +73,9 @@ def refuse_another_model(
 
     The error has a line for each difference. `shapes` are those of the model's parameters.
     """
-    tensors = hf_tensors(model, shapes)
-    here = {each.name: each.shape(shapes[each.parameters[0]]) for each in tensors}
     stored = _open(folder, model)
+    tensors = hf_tensors(model, shapes, stored)
+    here = {each.name: each.shape(shapes[each.parameters[0]]) for each in tensors}
     if HEAD not in here:  # The head is tied, but some files contain it.
         stored.pop(HEAD, None)
     lines = differences({name: each.get_shape() for name, each in stored.items()}, here)
@@ -84,8 +92,9 @@ def _open(folder: Path, model: ModelConfig) -> dict[str, Any]:
     Adds the prefix `base`, which a model saved without its head lacks, and omits `UNREAD` buffers.
     """
     stored = open_safetensors(folder)
-    base = ""
-    if model.architecture != "transformers":
+    if model.architecture == "transformers":
+        base = f"{model_on_meta(model).base_model_prefix}."
+    else:
         base = NAMES[family_of(model)].base
     has_base = any(name.startswith(base) for name in stored)
     found = {}
@@ -108,17 +117,21 @@ def _part(
 ) -> Tensor:
     """Reads a rank's shard of a parameter as float32. `sources` have its rows, in order."""
     rows, columns = spec.box(tp, shards)
+    matrix = sources[0].matrix(spec.shape)
+    height = matrix[0] // spec.shape[0]  # Rows of each matrix of a stack, else 1.
+    ends = (rows.start * height, rows.stop * height)
     parts: list[Tensor] = []
     for tensor in sources:
-        held = tensor.rows(spec.shape[0])
-        start, stop = (min(max(row, held.start), held.stop) for row in (rows.start, rows.stop))
+        held = tensor.rows(matrix[0])
+        start, stop = (min(max(row, held.start), held.stop) for row in ends)
         if parts and start == stop:
             continue
         before = tensor.parameters.index(name) * len(held) - held.start
         index = [slice(before + start, before + stop), slice(columns.start, columns.stop)]
-        index = index[: len(spec.shape)]
+        index = index[: len(matrix)]
         if tensor.transposed:
             parts.append(read_slice(stored[tensor.name], index[::-1], torch.float32).t())
         else:
             parts.append(read_slice(stored[tensor.name], index, torch.float32))
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+    part = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return part if len(matrix) == len(spec.shape) else part.unflatten(0, (len(rows), height))

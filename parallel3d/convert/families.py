@@ -73,6 +73,14 @@ _MIXTURE: _Table = {
     "**.layers.*.mlp": Replicate(),
     "**.layers.*.mlp.experts": SplitExperts(),
 }
+_QWEN2_MIXTURE: _Table = {
+    **_MIXTURE,
+    "**.layers.*.mlp.shared_expert": Enter("x"),
+    "**.layers.*.mlp.shared_expert.gate_proj": Column(),
+    "**.layers.*.mlp.shared_expert.up_proj": Column(),
+    "**.layers.*.mlp.shared_expert.down_proj": Row(),
+    "**.layers.*.mlp.shared_expert_gate": "replicate",
+}
 _PHI3: _Table = {
     "**.embed_tokens": Vocab(),
     "**.self_attn": Divide(
@@ -170,7 +178,9 @@ FAMILIES: Mapping[str, Rules] = {  # Keyed by the model_type of the config.
     "phi": _PHI,
     **dict.fromkeys(("glm", "glm4"), _GLM),
     "mixtral": _MIXTURE,
+    "qwen2_moe": _QWEN2_MIXTURE,
     "qwen3_moe": {**_MIXTURE, **_HEAD_NORMS},
+    "olmoe": {**_MIXTURE, **dict.fromkeys(_ATTENTION, "replicate")},
     "phi3": _PHI3,
     "gpt2": _GPT2,
     "gpt_neox": _GPT_NEOX,

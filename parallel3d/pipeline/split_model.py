@@ -60,7 +60,8 @@ FALCON = SplitSpec(
 # Keyed by `config.model_type`. For the classes with a language-model head.
 FAMILIES: dict[str, SplitSpec] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), LLAMA),
-    **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "mixtral", "qwen3_moe"), LLAMA),
+    **dict.fromkeys(("gemma", "gemma2", "gemma3_text"), LLAMA),
+    **dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe"), LLAMA),
     **dict.fromkeys(("olmo", "olmo2", "cohere", "cohere2", "granite", "smollm3"), LLAMA),
     **dict.fromkeys(("olmo3", "arcee"), LLAMA),
     **dict.fromkeys(("ernie4_5", "stablelm", "nemotron", "exaone4", "starcoder2"), LLAMA),

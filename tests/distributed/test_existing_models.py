@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 
 from parallel3d.config.hugging_face import sizes_of
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, StageNames, TpRule
+from parallel3d.convert.hugging_face import construct_hugging_face
 from parallel3d.errors import ConfigError
-from parallel3d.existing_model import construct_hugging_face
 from parallel3d.export import ExportForm, export
 from parallel3d.layers.parameter import initial_weights
 from parallel3d.mesh import build_mesh
@@ -52,6 +53,7 @@ _SIZES = {
 }
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 128}
 _QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 _MORE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 7},
     "gemma2": {"head_dim": 8, "sliding_window": 7},
@@ -61,12 +63,15 @@ _MORE: dict[str, dict[str, Any]] = {
     "granite": {"logits_scaling": 4.0},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
+    "qwen3_moe": {**_EXPERTS, "head_dim": 8},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
 }
 FAMILIES = [
     *["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "phi3", "olmo", "olmo2"],
     *["granite", "smollm3", "starcoder2", "stablelm", "cohere", "glm", "falcon", "gpt2"],
-    *["gpt_neox", "opt", "mixtral"],
+    *["gpt_neox", "opt", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"],
 ]
 QUICK = ["llama", "gemma2", "phi3", "gpt2", "falcon", "mixtral"]  # the others are long tests
 LAYOUTS: list[dict[str, Any]] = [
@@ -240,14 +245,22 @@ def test_wrong_rules_are_found_before_the_first_step(world: Callable) -> None:
     assert world(2).run(wrong_rules, recipe)[0].startswith("model.stages: ")
 
 
-def import_and_save(recipe: Recipe, folder: Path, path: Path) -> None:
-    """Loads the weights of a Hugging Face folder into a layout, and saves a checkpoint of them."""
+def import_and_save(recipe: Recipe, folder: Path, path: Path) -> float:
+    """Loads the weights of a Hugging Face folder into a layout, and saves a checkpoint of them.
+
+    Returns the loss of the first step after that.
+    """
     trainer = make_trainer(recipe, initialize=False)
     load_model(trainer, folder)
     save_trainer(trainer, path)
+    return train(trainer, 1)[0][0]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+# GPT-NeoX renames a tensor in files. The last four stack the experts of the files in memory.
+IMPORTED = ["llama", "gpt2", "gemma2", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
+
+
+@pytest.mark.parametrize("family", IMPORTED)
 def test_imported_weights_are_exported_bitwise(
     world: Callable, tmp_path: Path, family: str
 ) -> None:
@@ -257,15 +270,44 @@ def test_imported_weights_are_exported_bitwise(
     model.save_pretrained(folder)
     own = replace(own, config=str(folder))
     (folder / "generation_config.json").write_text('{"do_sample": true, "top_p": 0.9}')
-    recipe = make_recipe(own, ParallelConfig(tp=2, pp=2))
-    world(4).run(import_and_save, recipe, folder, tmp_path / "saved")
-    for _ in export(tmp_path / "saved", tmp_path / "exported", ExportForm(model=own, seq_len=24)):
-        pass
+    recipe = make_recipe(own, ParallelConfig(tp=2, dp_shard=2, pp=2))
+    losses = world(8).run(import_and_save, recipe, folder, tmp_path / "saved")
+    form = ExportForm(model=own, seq_len=24, largest_file_bytes=20_000)
+    assert [*export(tmp_path / "saved", tmp_path / "exported", form)]
+    published = tensors_in(folder)
+    exported = tensors_in(tmp_path / "exported")
+    assert published.keys() == exported.keys()
+    for name, tensor in published.items():
+        assert torch.equal(tensor, exported[name]), name
     back = type(model).from_pretrained(tmp_path / "exported")
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, back.state_dict()[name]), name
+    batch = whole_batch(recipe, 0)
+    logits = back(batch.inputs.flatten(0, 1)).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).item()
+    assert losses == pytest.approx([loss] * 8, rel=1e-6)
     assert sampling(own, recipe.train).sample_top_p == 0.9
     assert (tmp_path / "exported" / "generation_config.json").is_file()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_folders_with_other_names_are_read(world: Callable, tmp_path: Path, family: str) -> None:
+    """As the first GPT-2, without the prefix of the base model, or with stacked experts."""
+    own = model_section(family, tmp_path)
+    model: Any = construct_hugging_face(own)
+    tensors = {name.removeprefix("transformer."): x for name, x in model.state_dict().items()}
+    save_file(
+        {**tensors, "lm_head.weight": model.lm_head.weight.clone()}, tmp_path / "a.safetensors"
+    )
+    recipe = make_recipe(own, ParallelConfig(tp=2))
+    loss = world(2).run(import_and_save, recipe, tmp_path, tmp_path / "saved")[0]
+    batch = whole_batch(recipe, 0)
+    logits = model(batch.inputs.flatten(0, 1)).logits
+    expected = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).item()
+    assert loss == pytest.approx(expected, rel=1e-6)
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    files = map(load_file, folder.glob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in file.items()}
 
 
 REFUSED: dict[str, tuple[ModelConfig, dict[str, Any], str]] = {

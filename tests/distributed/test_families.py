@@ -105,7 +105,9 @@ MODELS: dict[str, Model] = {
     "phi3": Model("Phi3ForCausalLM"),
     "phi3, fewer heads of keys": Model("Phi3ForCausalLM", {**_DECODER, "num_key_value_heads": 2}),
     "mixtral": Model("MixtralForCausalLM", {**_DECODER, "num_local_experts": 4}),
+    "qwen2_moe": Model("Qwen2MoeForCausalLM", {**_DECODER, **_QWEN3_MOE, "mlp_only_layers": [1]}),
     "qwen3_moe": Model("Qwen3MoeForCausalLM", {**_DECODER, **_QWEN3_MOE, "mlp_only_layers": [1]}),
+    "olmoe": Model("OlmoeForCausalLM", {**_DECODER, **_QWEN3_MOE}),
     "gpt2": Model("GPT2LMHeadModel", {**_GPT2, **_NO_DROPOUT, "bos_token_id": 0}),
     "gpt_bigcode": Model("GPTBigCodeForCausalLM", {**_GPT2, **_NO_DROPOUT, "bos_token_id": 0}),
     "gptj": Model("GPTJForCausalLM", {**_GPT2, **_NO_DROPOUT, "bos_token_id": 0, "rotary_dim": 2}),
@@ -129,7 +131,7 @@ def build(name: str, dtype: torch.dtype = torch.float32, **more: Any) -> nn.Modu
     torch.manual_seed(0)
     config = model_class.config_class(**{**MODELS[name].config, **more})
     model: nn.Module = model_class(config)
-    if name in ("mixtral", "qwen3_moe") and dtype == torch.float64:
+    if hasattr(model.config, "num_experts_per_tok") and dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped product of torch has no float64
     with torch.no_grad():
         for parameter in model.parameters():
