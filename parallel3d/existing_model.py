@@ -139,7 +139,7 @@ class ExistingModel:
                 f"parallel.sequence_parallel = true: not supported with parallel.pp = "
                 f"{parallel.pp} and this architecture; try parallel.sequence_parallel=false"
             )
-        refuse(faults)
+        refuse([*faults, *_too_few_rows(model, names, recipe)])
         if parallel.recompute != "none":
             _recompute(model, names, parallel.recompute, 1)
         held = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -230,6 +230,18 @@ def stage_names(model: nn.Module, config: ModelConfig) -> SplitSpec:
             f"{', '.join(spec.last)}; its modules are {_some_names(modules)}"
         )
     return without_absent(model, spec)
+
+
+def _too_few_rows(model: nn.Module, names: SplitSpec, recipe: Recipe) -> Iterator[str]:
+    """Yields a fault for each embedding of IDs or positions that is smaller than the recipe's."""
+    needed = dict.fromkeys(names.added, ("train.seq_len", recipe.train.seq_len))
+    needed |= dict.fromkeys(names.first[:1], ("model.vocab", recipe.model.vocab))
+    for name, (key, rows) in needed.items():
+        embedding: Any = model.get_submodule(name)
+        if isinstance(embedding, nn.Embedding):
+            has = embedding.num_embeddings - getattr(embedding, "offset", 0)
+            if has < rows:
+                yield f"{key} = {rows}: {name} has only {has} rows; try {key}={has}"
 
 
 def tp_rules(model: nn.Module, config: ModelConfig, tp: int, *, sequence_parallel: bool) -> Rules:

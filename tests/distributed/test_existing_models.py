@@ -316,6 +316,12 @@ REFUSED: dict[str, tuple[ModelConfig, dict[str, Any], str]] = {
     "no stages": (replace(NANO, stages=None), {}, "name the modules of NanoGPT"),
     "dropout": (replace(NANO, options={"dropout": 0.1}), {}, "drop: has dropout 0.1"),
     "blocks": (replace(NANO, layers=4), {}, "model.layers = 4: h has 3 blocks"),
+    "ids": (replace(NANO, vocab=130), {}, "model.vocab = 130: wte has only 128 rows"),
+    "positions": (
+        replace(NANO, options={**NANO.options, "block_size": 16}),
+        {},
+        "train.seq_len = 24: wpe has only 16 rows; try train.seq_len=16",
+    ),
     "no rules": (replace(NANO, tp_rules=()), {"tp": 2}, "model.tp_rules: none are set"),
     "no rule": (replace(NANO, tp_rules=NANO.tp_rules[:-1]), {"tp": 2}, "lm_head: this Linear"),
     "no attention": (GROUPED, {"recompute": "selective"}, "no module named self_attn"),
