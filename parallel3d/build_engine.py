@@ -110,6 +110,8 @@ def build_engine(
     is_cut = schedule.splits or parallel.recompute == "selective"
     sends = parallel.tp > 1 or bool(split) or recipe.model.experts is not None
     compile_parts = compile_pieces if sends or is_cut or masks else compile_blocks
+    if hasattr(reference, "split_spec"):  # An existing model. Its graphs break there.
+        compile_parts = partial(compile_blocks, fullgraph=False)
     stages = []
     data = []
     parameters = []
@@ -239,17 +241,17 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-def compile_blocks(model: nn.Module) -> None:
+def compile_blocks(model: nn.Module, *, fullgraph: bool = True) -> None:
     """Compiles the forward pass of each block in `model.layers`, in place and on first use.
 
     Of blocks with a method `compute`, compiles only that, so that recompute stays outside of the
-    graph. Module hooks (`fully_shard`, gradient reduction) also stay outside. A graph break is an
-    error.
+    graph. Module hooks (`fully_shard`, gradient reduction) also stay outside. With `fullgraph`, a
+    graph break is an error.
     """
     for block in model.get_submodule(names_in(model).blocks).children():
         method = "compute" if hasattr(block, "compute") else "forward"
         # Shadow the method on this instance.
-        setattr(block, method, torch.compile(getattr(block, method), fullgraph=True))
+        setattr(block, method, torch.compile(getattr(block, method), fullgraph=fullgraph))
 
 
 def compile_pieces(model: nn.Module) -> None:

@@ -41,6 +41,7 @@ from parallel3d.convert.rules import (
     Vocab,
 )
 from parallel3d.errors import ConfigError
+from parallel3d.layers.collectives import outside_graph
 from parallel3d.layers.parameter import ParameterSpec
 from parallel3d.layers.recompute import recomputed
 from parallel3d.mesh import LAYER_AXES, Role
@@ -129,11 +130,6 @@ class ExistingModel:
                     f"parallel.{axis} = {parallel.axes[axis]}: not supported by this architecture, "
                     f"because {why}; try parallel.{axis}=1"
                 )
-        if recipe.train.compile and parallel.tp > 1:
-            faults.append(
-                f"train.compile = true: not supported with parallel.tp = {parallel.tp} and this "
-                "architecture; try train.compile=false"
-            )
         if parallel.sequence_parallel and parallel.pp > 1:
             faults.append(
                 f"parallel.sequence_parallel = true: not supported with parallel.pp = "
@@ -297,7 +293,13 @@ def _recompute(model: nn.Module, names: SplitSpec, recompute: str, every: int) -
                 )
             part = found[0]
         if index % every == 0:
-            part.forward = partial(recomputed, part.forward)
+            part.compute = part.forward
+            part.forward = partial(_recomputed, part)
+
+
+def _recomputed(part: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs `part.compute`, which may be compiled, and recomputes it in the backward pass."""
+    return outside_graph(recomputed, partial(part.compute, **kwargs), *args)
 
 
 def _initializers(model: nn.Module, construct: Constructor) -> Mapping[str, Any]:

@@ -7,6 +7,7 @@ batch, S sequence, I input features, O output features, n = tp.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -185,12 +186,16 @@ def add_class(module: nn.Module, kind: type[ShardedModule], axis: Axis, **settin
     In the MRO, `VocabParallel` comes after a class that changes the result of torch's embedding,
     such as Gemma's.
     """
-    own = type(module)
-    is_below = kind is VocabParallel and own.forward is not nn.Embedding.forward
-    bases = (own, kind) if is_below else (kind, own)
-    module.__class__ = type(f"TensorParallel{own.__name__}", bases, {})
+    module.__class__ = _parallel_class(kind, type(module))  # type: ignore[arg-type]
     for name, value in {"axis": axis, "is_transposed": is_conv1d(module), **settings}.items():
         setattr(module, name, value)
+
+
+@cache  # `torch.compile` compiles once per class.
+def _parallel_class(kind: type[ShardedModule], own: type[nn.Module]) -> type[nn.Module]:
+    is_below = kind is VocabParallel and own.forward is not nn.Embedding.forward
+    bases = (own, kind) if is_below else (kind, own)
+    return type(f"TensorParallel{own.__name__}", bases, {})
 
 
 def is_linear(module: nn.Module) -> bool:

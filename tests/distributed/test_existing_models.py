@@ -166,13 +166,17 @@ def curve_of(recipe: Recipe) -> Curve:
 
 
 def assert_same_in(
-    world: Callable, model: ModelConfig, layouts: Iterable[Mapping[str, Any]]
+    world: Callable,
+    model: ModelConfig,
+    layouts: Iterable[Mapping[str, Any]],
+    **settings: object,
 ) -> None:
     """Compares training in each layout with plain torch on the whole model."""
     reference = world(1).run(plain_curve, make_recipe(model, ParallelConfig()))[0]
     for layout in layouts:
         parallel = ParallelConfig(**layout)
-        curves = world(parallel.world_size).run(curve_of, make_recipe(model, parallel))
+        recipe = make_recipe(model, parallel, **settings)
+        curves = world(parallel.world_size).run(curve_of, recipe)
         assert_follows(curves[0], reference)
 
 
@@ -194,6 +198,27 @@ def test_llama_in_other_layouts(world: Callable, tmp_path: Path) -> None:
     model = model_section("llama", tmp_path)
     selective = {"tp": 2, "recompute": "selective"}
     assert_same_in(world, model, [*MORE_LAYOUTS, sequence, selective])
+
+
+COMPILED: list[dict[str, Any]] = [
+    {"tp": 2, "sequence_parallel": True},
+    {"dp_shard": 2, "recompute": "full"},
+    {"tp": 2, "recompute": "selective"},
+    {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full"},
+]
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [COMPILED[:2], pytest.param(COMPILED[2:], marks=pytest.mark.long)],
+    ids=str,
+)
+def test_compiled_blocks_train_as_in_plain_torch(
+    world: Callable,
+    layouts: list[dict[str, Any]],
+    tmp_path: Path,
+) -> None:
+    assert_same_in(world, model_section("llama", tmp_path), layouts, compile=True)
 
 
 @pytest.mark.parametrize("into", [{"dp_shard": 4}, {}, {"tp": 2, "pp": 2}], ids=str)
