@@ -80,6 +80,7 @@ class ExistingModel:
         names = stage_names(model, config)
         initializers = _initializers(model, construct)
         if tp is not None and tp.size() > 1:
+            names = replace(names, sequence_parts=tp.size() if sequence_parallel else 1)
             with _naming("model.tp_rules"):
                 rules = tp_rules(model, config, tp.size(), sequence_parallel=sequence_parallel)
                 tensor_parallelize(model, tp, rules, check=False)
@@ -130,11 +131,6 @@ class ExistingModel:
                     f"parallel.{axis} = {parallel.axes[axis]}: not supported by this architecture, "
                     f"because {why}; try parallel.{axis}=1"
                 )
-        if parallel.sequence_parallel and parallel.pp > 1:
-            faults.append(
-                f"parallel.sequence_parallel = true: not supported with parallel.pp = "
-                f"{parallel.pp} and this architecture; try parallel.sequence_parallel=false"
-            )
         refuse([*faults, *_too_few_rows(model, names, recipe)])
         if parallel.recompute != "none":
             _recompute(model, names, parallel.recompute, 1)

@@ -19,6 +19,13 @@ BLOCKS = 4
 _TURNS: dict[str, Any] = {"sliding_window": 3, "head_dim": 8}
 # the grouped product of torch has no float64
 _EXPERTS: dict[str, Any] = {"experts_implementation": "eager"}
+_FEW_EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 8,
+    "mlp_only_layers": [1],
+    **_EXPERTS,
+}
 # blocks of several kinds, whose masks and rotations differ by their numbers
 LAYERS_OF: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 3},
@@ -31,13 +38,10 @@ LAYERS_OF: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 0.01,
     },
     "mixtral": {"num_local_experts": 4, **_EXPERTS},
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 8,
-        "mlp_only_layers": [1],
-        **_EXPERTS,
-    },
+    "granite": {"embedding_multiplier": 12.0},
+    "qwen2_moe": _FEW_EXPERTS,
+    "qwen3_moe": _FEW_EXPERTS,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, **_EXPERTS},
     "opt": {
         "ffn_dim": 24,
         "word_embed_proj_dim": 8,
@@ -131,12 +135,13 @@ class Own(nn.Module):
         self.blocks = nn.ModuleList(OwnBlock(8, 8) for _ in range(BLOCKS))
         self.head = nn.Linear(8, VOCAB)
         self.scale = nn.Parameter(torch.ones(()))
+        self.factor = 1.0
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
         for block in self.blocks:
             x = block(x, self.scale / ids.shape[1])
-        y: Tensor = self.head(x)
+        y: Tensor = self.head(x * self.factor)
         return y
 
 
@@ -149,11 +154,11 @@ def test_a_model_of_ones_own_is_cut_by_its_table() -> None:
     del model.scale
     model.register_buffer("scale", torch.ones(()))
     assert torch.equal(through(split_model(model, [2], table, example=ids), ids), model(ids))
-    wrong = SplitSpec("blocks", ("embed", "positions"), ("head",))
+    model.factor = 2.0  # between the modules, so on every stage
     with pytest.raises(
         ValueError, match=r"^the stages of Own compute another output than the model"
     ):
-        split_model(model, [2], wrong, example=ids)
+        split_model(model, [2], table, example=ids)
     with pytest.raises(ValueError, match=r"^example = None: the check needs token ids"):
         split_model(model, [2], table)
     with pytest.raises(ValueError, match=r"^Own: model_type = None: has no rules"):

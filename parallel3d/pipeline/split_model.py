@@ -3,8 +3,10 @@
 [Note: one forward] Every stage runs the model's own `forward`. The modules of other stages are
 replaced: by `Zero` if their output is added to an embedding, else by `Identity`. So every stage
 computes masks, rotary positions and other intermediate values as the full model does. Modules that
-no stage owns, such as rotary embeddings, are kept on every stage. A stage before the last returns
-the tensor that its `forward` passes to the first module of `SplitSpec.last`.
+no stage owns, such as rotary embeddings, are kept on every stage. On later stages the first block
+of the model is replaced by `StageStart`, which returns the stage's input. So a `forward` that
+scales the embeddings, as Granite's does, scales them on the first stage only. A stage before the
+last returns the tensor that its `forward` passes to the first module of `SplitSpec.last`.
 """
 
 from __future__ import annotations
@@ -86,6 +88,17 @@ class Identity(nn.Module):
         return (x,) if self.as_tuple else x
 
 
+class StageStart(Identity):
+    """Returns the input of the stage. Replaces the first block of the model on later stages."""
+
+    given: Any = None
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        given = self.given
+        self.given = None
+        return super().forward(given)
+
+
 class StageEnd(Identity):
     """Stores its input, which `_forward` returns as the output of the stage.
 
@@ -93,10 +106,11 @@ class StageEnd(Identity):
     """
 
     taken: Any = None
+    sequence_parts = 1
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         self.taken = x
-        return x
+        return _with_all_parts(x, self.sequence_parts)
 
 
 class Zero(nn.Module):
@@ -230,13 +244,16 @@ def _stage(
     replaced: dict[str, nn.Module] = {}
     for name, _ in model.get_submodule(rules.blocks).named_children():
         if name not in own:
-            replaced[f"{rules.blocks}.{name}"] = Identity(as_tuple=rules.tuples)
+            kind = Identity if replaced or is_first else StageStart
+            replaced[f"{rules.blocks}.{name}"] = kind(as_tuple=rules.tuples)
     if not is_first:
         replaced |= {name: Identity() for name in rules.first}
         replaced |= {name: Zero() for name in rules.added}
     if not is_last:
         replaced |= {name: Identity() for name in rules.last}
-        replaced[rules.last[0]] = StageEnd()
+        end = StageEnd()
+        end.sequence_parts = rules.sequence_parts
+        replaced[rules.last[0]] = end
     stage = with_modules(model, replaced)
     stage.forward = partial(_forward, stage, rules, is_first)
     return stage
@@ -252,6 +269,10 @@ def _forward(
     """
     settings = {**rules.settings, **keywords}
     inputs: tuple[Tensor, ...] = (x,)
+    if not is_first:
+        first_block: Any = next(stage.get_submodule(rules.blocks).children())
+        first_block.given = x
+        x = _with_all_parts(x, rules.sequence_parts)
     if not is_first and rules.hidden is not None:
         inputs = ()
         settings[rules.hidden] = x
@@ -262,6 +283,14 @@ def _forward(
         end.taken = None
         return taken
     return _first_tensor(output)
+
+
+def _with_all_parts(x: Any, parts: int) -> Any:
+    """Returns x, or if it is a part of the sequence, a tensor with the shape of all parts.
+
+    Only the model's own `forward` gets it, which reads the sequence length from it.
+    """
+    return x if parts == 1 else x.detach()[:, :1].expand(-1, x.shape[1] * parts, -1)
 
 
 def _first_tensor(output: Any) -> Tensor:

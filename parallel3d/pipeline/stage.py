@@ -31,6 +31,7 @@ class SplitSpec:
             ids.
         settings: Keyword arguments of every call of `forward`.
         tuples: True if a block returns a tuple that starts with the hidden states.
+        sequence_parts: Number of tp ranks that each have a part of the sequence between blocks.
 
     Example:
         >>> rules = parallel3d.SplitSpec("blocks", first=("embed",), last=("norm", "head"))
@@ -44,6 +45,7 @@ class SplitSpec:
     hidden: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     tuples: bool = False
+    sequence_parts: int = 1
 
 
 # Module names in parallel3d's own models, and in user-defined models with the same parts.

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from parallel3d.config.hugging_face import sizes_of
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, StageNames, TpRule
+from parallel3d.convert.families import SEQUENCE_FAMILIES
 from parallel3d.convert.hugging_face import construct_hugging_face
 from parallel3d.errors import ConfigError
 from parallel3d.export import ExportForm, export
@@ -60,10 +61,14 @@ _MORE: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 8, "sliding_window": 7},
     "qwen3": {"head_dim": 8},
     "glm": {"head_dim": 8},
-    "granite": {"logits_scaling": 4.0},
+    "granite": {"logits_scaling": 4.0, "embedding_multiplier": 12.0},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "mixtral": {"num_local_experts": 4},
-    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 24, "mlp_only_layers": [0]},
+    "qwen2_moe": {
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 24,
+        "mlp_only_layers": [0],
+    },
     "qwen3_moe": {**_EXPERTS, "head_dim": 8},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
     "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
@@ -185,7 +190,9 @@ def assert_same_in(
     [pytest.param(each, marks=() if each in QUICK else pytest.mark.long) for each in FAMILIES],
 )
 def test_a_family_trains_as_in_plain_torch(world: Callable, family: str, tmp_path: Path) -> None:
-    assert_same_in(world, model_section(family, tmp_path), LAYOUTS)
+    sequence = [{"tp": 2, "pp": 2, "sequence_parallel": True}]
+    layouts = LAYOUTS + sequence * (family in SEQUENCE_FAMILIES)
+    assert_same_in(world, model_section(family, tmp_path), layouts)
 
 
 @pytest.mark.parametrize("model", [NANO, GROUPED], ids=["nanoGPT", "grouped"])
@@ -200,25 +207,24 @@ def test_llama_in_other_layouts(world: Callable, tmp_path: Path) -> None:
     assert_same_in(world, model, [*MORE_LAYOUTS, sequence, selective])
 
 
-COMPILED: list[dict[str, Any]] = [
-    {"tp": 2, "sequence_parallel": True},
-    {"dp_shard": 2, "recompute": "full"},
-    {"tp": 2, "recompute": "selective"},
-    {"tp": 2, "pp": 2, "schedule": "zb_h1", "recompute": "full"},
-]
-
-
-@pytest.mark.parametrize(
-    "layouts",
-    [COMPILED[:2], pytest.param(COMPILED[2:], marks=pytest.mark.long)],
-    ids=str,
-)
-def test_compiled_blocks_train_as_in_plain_torch(
-    world: Callable,
-    layouts: list[dict[str, Any]],
-    tmp_path: Path,
-) -> None:
-    assert_same_in(world, model_section("llama", tmp_path), layouts, compile=True)
+def test_compiled_blocks_train_as_in_plain_torch(world: Callable, tmp_path: Path) -> None:
+    split = {
+        "tp": 2,
+        "pp": 2,
+        "schedule": "zb_h1",
+        "sequence_parallel": True,
+    }
+    recomputed = {
+        "dp_shard": 2,
+        "recompute": "full",
+    }
+    model = model_section("llama", tmp_path)
+    assert_same_in(
+        world,
+        model,
+        [split, recomputed],
+        compile=True,
+    )
 
 
 @pytest.mark.parametrize("into", [{"dp_shard": 4}, {}, {"tp": 2, "pp": 2}], ids=str)
@@ -297,7 +303,11 @@ def test_imported_weights_are_exported_bitwise(
     (folder / "generation_config.json").write_text('{"do_sample": true, "top_p": 0.9}')
     recipe = make_recipe(own, ParallelConfig(tp=2, dp_shard=2, pp=2))
     losses = world(8).run(import_and_save, recipe, folder, tmp_path / "saved")
-    form = ExportForm(model=own, seq_len=24, largest_file_bytes=20_000)
+    form = ExportForm(
+        model=own,
+        seq_len=24,
+        largest_file_bytes=20_000,
+    )
     assert [*export(tmp_path / "saved", tmp_path / "exported", form)]
     published = tensors_in(folder)
     exported = tensors_in(tmp_path / "exported")
@@ -305,10 +315,7 @@ def test_imported_weights_are_exported_bitwise(
     for name, tensor in published.items():
         assert torch.equal(tensor, exported[name]), name
     back = type(model).from_pretrained(tmp_path / "exported")
-    batch = whole_batch(recipe, 0)
-    logits = back(batch.inputs.flatten(0, 1)).logits
-    loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).item()
-    assert losses == pytest.approx([loss] * 8, rel=1e-6)
+    assert losses == pytest.approx([first_loss(back, recipe)] * 8, rel=1e-6)
     assert sampling(own, recipe.train).sample_top_p == 0.9
     assert (tmp_path / "exported" / "generation_config.json").is_file()
 
@@ -324,10 +331,14 @@ def test_folders_with_other_names_are_read(world: Callable, tmp_path: Path, fami
     )
     recipe = make_recipe(own, ParallelConfig(tp=2))
     loss = world(2).run(import_and_save, recipe, tmp_path, tmp_path / "saved")[0]
+    assert loss == pytest.approx(first_loss(model, recipe), rel=1e-6)
+
+
+def first_loss(model: nn.Module, recipe: Recipe) -> float:
+    """Returns the loss of the first batch in plain torch."""
     batch = whole_batch(recipe, 0)
     logits = model(batch.inputs.flatten(0, 1)).logits
-    expected = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).item()
-    assert loss == pytest.approx(expected, rel=1e-6)
+    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten()).item()
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
