@@ -52,8 +52,9 @@ def block_weights_of(model_class: ModelClass, config: ModelConfig) -> float | No
     """
     if not config.is_custom:
         return config.block_weights
+    formula: Callable[[ModelConfig], float | None] | None
     formula = getattr(model_class, "block_weights", None)
-    return None if formula is None else int(formula(config))
+    return None if formula is None else formula(config)
 
 
 def build_engine(

@@ -102,6 +102,23 @@ class ExistingModel:
         with parameters_on_meta():
             return self.construct(config)
 
+    def block_weights(self, config: ModelConfig) -> float | None:
+        """Returns the mean number of weights in the matrices of a block that compute a token.
+
+        Returns None if the model has experts and does not tell how many each token has.
+        """
+        model = self.on_meta(config)
+        chosen: Any = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
+        total = 0
+        for weight in model.get_submodule(stage_names(model, config).blocks).parameters():
+            if weight.ndim == 3 and chosen is None:
+                return None
+            if weight.ndim == 3:  # The matrices of all experts.
+                total += chosen * weight[0].numel()
+            elif weight.ndim == 2:
+                total += weight.numel()
+        return total / config.layers
+
     def check(self, recipe: Recipe) -> None:
         """Raises ConfigError if the model cannot be trained in the layout of the recipe."""
         config = recipe.model

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from parallel3d.config.flops import PeakOf, attended_keys, training_flops_per_token
+from parallel3d.config.hugging_face import config_of, sliding_window, windowed_layers
 from parallel3d.config.recipe import ModelConfig, Recipe
 from parallel3d.errors import writing
 from parallel3d.launch.files import write_atomically
@@ -140,13 +141,18 @@ def _step_of(line: str) -> int | None:
 
 def flops_per_token(config: ModelConfig, block_weights: float, seq_len: int) -> float:
     """Returns the FLOPs per token of forward and backward pass, counted as in `config.flops`."""
+    keys = attended_keys(seq_len, config.window)
+    if config.architecture == "transformers":
+        own = config_of(config)
+        share = windowed_layers(own) / config.layers
+        keys = share * attended_keys(seq_len, sliding_window(own)) + (1 - share) * seq_len
     return training_flops_per_token(
         layers=config.layers,
         hidden=config.hidden,
         query_hidden=config.query_hidden,
         weights_per_block=block_weights,
         vocab=config.vocab,
-        seq_len=attended_keys(seq_len, config.window),
+        seq_len=keys,
     )
 
 
