@@ -94,14 +94,15 @@ def build_engine(
     reference = build()
     ranges = stage_ranges(recipe, schedule)
     dtypes = dtypes_of(recipe)
+    names = names_in(reference)
     masks = recipe.data.documents == "mask"
-    if masks and "documents" not in signature(reference.forward).parameters:
+    takes = "documents" in signature(reference.forward).parameters or names.positions is not None
+    if masks and not takes:
         raise ConfigError(
             f"data.documents = mask: forward() of model.architecture = "
             f"{recipe.model.architecture} has no argument documents; use data.documents=join, or "
             "add documents=None and pass it to the attention"
         )
-    names = names_in(reference)
     named = reference.named_parameters(remove_duplicate=False)
     check_nothing_lost({name for name, _ in named}, ranges, names)
     aliases = tied_names(reference)

@@ -51,6 +51,7 @@ from parallel3d.pipeline.stage import SplitSpec, block_ranges, check_nothing_los
 
 Constructor = Callable[[], nn.Module]
 _FEW_BLOCKS = 2
+_MASK_TOLERANCE = 1e-4  # Relative to the largest logit.
 _ATTENTION = ("self_attn", "self_attention", "attention", "attn")
 
 
@@ -93,6 +94,9 @@ class ExistingModel:
             spec = ParameterSpec(tuple(parameter.shape), dim, initializers[name], uneven=True)
             owner.specs = {**vars(owner).get("specs", {}), attribute: spec}
         model.split_spec = names  # type: ignore[assignment]
+        if names.positions is not None:
+            hook = partial(_pass_positions, names)
+            model.register_forward_pre_hook(hook, with_kwargs=True)
         if recompute != "none":
             _recompute(model, names, recompute, recompute_every)
         return model
@@ -163,7 +167,7 @@ class ExistingModel:
 
     def compare(self, recipe: Recipe, mesh: DeviceMesh) -> None:
         """Compares a split copy of the model with the unsplit one, by one forward and backward pass
-        of a few tokens. Collective.
+        of a few tokens. With `data.documents: mask`, checks the masks too. Collective.
 
         Skips families with built-in rules, unless the recipe sets its own. A Hugging Face model has
         at most `_FEW_BLOCKS` blocks here. Raises ConfigError if an output or a gradient differs.
@@ -171,8 +175,10 @@ class ExistingModel:
         config = recipe.model
         tp = mesh[Role.SPLIT_TENSORS]
         family = _family(self.on_meta(config))
-        is_known = family in FAMILIES and family in STAGE_FAMILIES
-        if is_known and not config.tp_rules and config.stages is None:
+        has_tables = family in FAMILIES and family in STAGE_FAMILIES
+        is_known = has_tables and not config.tp_rules and config.stages is None
+        masks = recipe.data.documents == "mask"
+        if is_known and not masks:
             return
         if config.config is not None:
             config = with_sizes(config, layers=min(config.layers, _FEW_BLOCKS))
@@ -181,6 +187,10 @@ class ExistingModel:
         example = (torch.arange(8 * tp.size()) * 7 + 1).view(2, -1) % config.vocab
         example = example.to(mesh.device_type)
         names = stage_names(model, config)
+        if masks and names.positions is not None:
+            _check_masks(model, names, example)
+        if is_known:
+            return
         with _naming("model.stages"):
             check_stages(model, names, example)
         if tp.size() == 1:
@@ -190,6 +200,39 @@ class ExistingModel:
                 model, config, tp.size(), sequence_parallel=recipe.parallel.sequence_parallel
             )
             tensor_parallelize(model, tp, rules, example=example)
+
+
+def _pass_positions(
+    names: SplitSpec, model: nn.Module, args: Any, keywords: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Replaces the argument `documents` by positions that restart in each document.
+
+    From them Hugging Face models make a mask. Stages inherit this hook.
+    """
+    documents = keywords.pop("documents", None)
+    if documents is not None:
+        keywords |= {**names.settings, str(names.positions): documents.positions}
+    return args, keywords
+
+
+@torch.no_grad()
+def _check_masks(model: nn.Module, names: SplitSpec, example: Tensor) -> None:
+    """Raises ConfigError if positions that restart do not separate documents."""
+    half = example.shape[1] // 2
+    restarted = {
+        **names.settings,
+        str(names.positions): torch.arange(half, device=example.device).repeat(1, 2),
+    }
+    alone = model(example[:, half:]).logits
+    try:
+        packed = model(example, **restarted).logits[:, half:]
+    except TypeError:  # The model takes no positions.
+        packed = torch.full_like(alone, torch.inf)
+    if not (packed - alone).abs().max() <= _MASK_TOLERANCE * alone.abs().max():
+        raise ConfigError(
+            f"data.documents = mask: {type(model).__name__} does not separate documents by "
+            f"{names.positions}; use data.documents=join"
+        )
 
 
 @contextmanager

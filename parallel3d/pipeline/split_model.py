@@ -25,7 +25,11 @@ from parallel3d.torch_private import with_modules
 _TOLERANCE = 1e-4  # Largest allowed difference, relative to the largest output.
 
 
-_HIDDEN: dict[str, Any] = {"hidden": "inputs_embeds", "settings": {"use_cache": False}}
+_HIDDEN: dict[str, Any] = {
+    "hidden": "inputs_embeds",
+    "settings": {"use_cache": False},
+    "positions": "position_ids",
+}
 LLAMA = SplitSpec("model.layers", ("model.embed_tokens",), ("model.norm", "lm_head"), **_HIDDEN)
 GPT2 = SplitSpec(
     "transformer.h",

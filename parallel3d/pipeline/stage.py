@@ -32,6 +32,7 @@ class SplitSpec:
         settings: Keyword arguments of every call of `forward`.
         tuples: True if a block returns a tuple that starts with the hidden states.
         sequence_parts: Number of tp ranks that each have a part of the sequence between blocks.
+        positions: Keyword through which `forward` takes the position of each token in its document.
 
     Example:
         >>> rules = parallel3d.SplitSpec("blocks", first=("embed",), last=("norm", "head"))
@@ -46,6 +47,7 @@ class SplitSpec:
     settings: Mapping[str, Any] = field(default_factory=dict)
     tuples: bool = False
     sequence_parts: int = 1
+    positions: str | None = None
 
 
 # Module names in parallel3d's own models, and in user-defined models with the same parts.

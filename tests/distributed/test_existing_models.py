@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,7 +17,14 @@ from torch.nn import functional as F
 
 from parallel3d.build_engine import block_weights_of
 from parallel3d.config.hugging_face import config_of, sizes_of
-from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, StageNames, TpRule
+from parallel3d.config.recipe import (
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    Recipe,
+    StageNames,
+    TpRule,
+)
 from parallel3d.convert.families import SEQUENCE_FAMILIES
 from parallel3d.convert.hugging_face import construct_hugging_face
 from parallel3d.errors import ConfigError
@@ -153,10 +160,15 @@ def whole_model(config: ModelConfig, seed: int) -> nn.Module:
 
 
 def plain_loss(model: nn.Module, recipe: Recipe, step: int) -> Tensor:
+    """Returns the loss of a batch. If documents are masked, the model sees each of them alone."""
     batch = whole_batch(recipe, step)
-    output = model(batch.inputs.flatten(0, 1))
-    logits = getattr(output, "logits", output)
-    return F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+    parts = [batch.inputs.flatten(0, 1)]
+    if batch.documents is not None:
+        lengths = [length for each in batch.documents for length in each.lengths]
+        parts = [document[None] for document in batch.inputs.flatten().split(lengths)]
+    outputs = [model(part) for part in parts]
+    logits = [getattr(output, "logits", output).flatten(0, 1) for output in outputs]
+    return F.cross_entropy(torch.cat(logits), batch.labels.flatten())
 
 
 def plain_curve(recipe: Recipe) -> Curve:
@@ -182,13 +194,16 @@ def assert_same_in(
     world: Callable,
     model: ModelConfig,
     layouts: Iterable[Mapping[str, Any]],
+    documents: Literal["join", "mask"] = "join",
     **settings: object,
 ) -> None:
     """Compares training in each layout with plain torch on the whole model."""
-    reference = world(1).run(plain_curve, make_recipe(model, ParallelConfig()))[0]
+    data = DataConfig(documents=documents)
+    alone = replace(make_recipe(model, ParallelConfig()), data=data)
+    reference = world(1).run(plain_curve, alone)[0]
     for layout in layouts:
         parallel = ParallelConfig(**layout)
-        recipe = make_recipe(model, parallel, **settings)
+        recipe = replace(make_recipe(model, parallel, **settings), data=data)
         curves = world(parallel.world_size).run(curve_of, recipe)
         assert_follows(curves[0], reference)
 
@@ -211,6 +226,10 @@ def test_a_users_model_trains_as_in_plain_torch(world: Callable, model: ModelCon
 def test_llama_in_other_layouts(world: Callable, tmp_path: Path) -> None:
     selective = {"tp": 2, "recompute": "selective"}
     assert_same_in(world, model_section("llama", tmp_path), [*MORE_LAYOUTS, selective])
+
+
+def test_masked_documents_train_as_if_alone(world: Callable, tmp_path: Path) -> None:
+    assert_same_in(world, model_section("gemma2", tmp_path), LAYOUTS[-1:], "mask")
 
 
 def test_compiled_blocks_train_as_in_plain_torch(world: Callable, tmp_path: Path) -> None:
