@@ -203,7 +203,10 @@ class ExistingModel:
 
 
 def _pass_positions(
-    names: SplitSpec, model: nn.Module, args: Any, keywords: dict[str, Any]
+    names: SplitSpec,
+    model: nn.Module,
+    args: Any,
+    keywords: dict[str, Any],
 ) -> tuple[Any, dict[str, Any]]:
     """Replaces the argument `documents` by positions that restart in each document.
 

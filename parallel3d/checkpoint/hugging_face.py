@@ -171,7 +171,9 @@ NAMES = {
 
 
 def hf_tensors(
-    model: ModelConfig, names: Iterable[str], stored: Iterable[str] = ()
+    model: ModelConfig,
+    names: Iterable[str],
+    stored: Iterable[str] = (),
 ) -> Iterator[HfTensor]:
     """Yields the tensors that a model has in Hugging Face format, from the embedding to the head.
 
@@ -239,7 +241,10 @@ def _saved_by_transformers(model: ModelConfig, names: list[str]) -> list[HfTenso
 
 
 def _saved_part(
-    saved: str, part: Tensor, names: list[str], numbers: Mapping[str, Tensor]
+    saved: str,
+    part: Tensor,
+    names: list[str],
+    numbers: Mapping[str, Tensor],
 ) -> HfTensor:
     """Returns the tensor `saved`, which has the rows with the numbers `part` of a parameter."""
     index, first = divmod(int(part.flatten()[0]), _SPACING)
@@ -248,4 +253,9 @@ def _saved_part(
     assert torch.equal(part.flatten(), whole.flatten()[first : first + part.numel()])
     assert part.shape == whole.shape or (part.ndim, whole.ndim) == (2, 3)
     count = part.numel()
-    return HfTensor(saved, (name,), expert=first // count, experts=whole.numel() // count)
+    return HfTensor(
+        saved,
+        (name,),
+        expert=first // count,
+        experts=whole.numel() // count,
+    )

@@ -1,4 +1,4 @@
-"""Builds models of Hugging Face Transformers, and finds the names of their tensors in files."""
+"""Builds models of Hugging Face Transformers from their configs."""
 
 from __future__ import annotations
 
