@@ -109,7 +109,7 @@ class ExistingModel:
     def block_weights(self, config: ModelConfig) -> float | None:
         """Returns the mean number of weights in the matrices of a block that compute a token.
 
-        Returns None if the model has experts and does not tell how many each token has.
+        Returns None if the model has experts but no number of experts per token.
         """
         model = self.on_meta(config)
         chosen: Any = getattr(getattr(model, "config", None), "num_experts_per_tok", None)
@@ -288,7 +288,7 @@ def stage_names(model: nn.Module, config: ModelConfig) -> SplitSpec:
 
 
 def _too_few_rows(model: nn.Module, names: SplitSpec, recipe: Recipe) -> Iterator[str]:
-    """Yields a fault for each embedding of IDs or positions that is smaller than the recipe's."""
+    """Yields a fault for each embedding of IDs or positions with fewer rows than the recipe needs."""
     needed = dict.fromkeys(names.added, ("train.seq_len", recipe.train.seq_len))
     needed |= dict.fromkeys(names.first[:1], ("model.vocab", recipe.model.vocab))
     for name, (key, rows) in needed.items():

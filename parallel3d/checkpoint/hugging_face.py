@@ -7,9 +7,9 @@ parallel3d stacks in one parameter.
 
 [Note: names in files] Transformers 5 stacks the experts of most families in memory and renames some
 parameters, but its files keep the published names. Its own function for saving converts the state
-dict. Here that function gets the numbers of rows in place of weights, so its result tells which
-rows of which parameter each tensor in a file has. If that is not a range of rows, the names in
-memory are used, which Transformers can read too.
+dict. Here that function gets row numbers instead of weights. So its result has the rows and the
+parameter of each tensor in a file. If that is not a range of rows, the names in memory are used,
+which Transformers can read too.
 """
 
 from __future__ import annotations
@@ -231,11 +231,11 @@ def _saved_by_transformers(model: ModelConfig, names: list[str]) -> list[HfTenso
         columns = [1] * (len(shape) - len(rows))
         first = index * _SPACING
         numbers[name] = torch.arange(first, first + prod(rows)).view(*rows, *columns)
-    loading: Any = import_module("transformers.core_model_loading")
     try:
+        loading: Any = import_module("transformers.core_model_loading")  # New in Transformers 5.
         saved = loading.revert_weight_conversion(whole, numbers)
         tensors = [_saved_part(name, part, names, numbers) for name, part in saved.items()]
-    except (AssertionError, LookupError, RuntimeError, ValueError):
+    except (AssertionError, ImportError, LookupError, RuntimeError, ValueError):
         return _with_names(names)
     return tensors
 

@@ -32,7 +32,7 @@ class SplitSpec:
         settings: Keyword arguments of every call of `forward`.
         tuples: True if a block returns a tuple that starts with the hidden states.
         sequence_parts: Number of tp ranks that each have a part of the sequence between blocks.
-        positions: Keyword through which `forward` takes the position of each token in its document.
+        positions: Keyword of `forward` for the position of each token in its document.
 
     Example:
         >>> rules = parallel3d.SplitSpec("blocks", first=("embed",), last=("norm", "head"))
