@@ -288,7 +288,7 @@ def stage_names(model: nn.Module, config: ModelConfig) -> SplitSpec:
 
 
 def _too_few_rows(model: nn.Module, names: SplitSpec, recipe: Recipe) -> Iterator[str]:
-    """Yields a fault for each embedding of IDs or positions with fewer rows than the recipe needs."""
+    """Yields a fault for each embedding of IDs or positions that has too few rows."""
     needed = dict.fromkeys(names.added, ("train.seq_len", recipe.train.seq_len))
     needed |= dict.fromkeys(names.first[:1], ("model.vocab", recipe.model.vocab))
     for name, (key, rows) in needed.items():
