@@ -188,7 +188,8 @@ class RankEstimate:
             gathered = 0.0  # If each microbatch gathers, the input half has freed the parameters.
             at = 5 * backward.stage
             if frees_each and not backward.before[at]:
-                gathered = self._each[at + 2]
+                if not states.frees_forward:  # Else it is the buffer of the head's all-gather.
+                    gathered = self._each[at + 2]
             else:  # Experts are resharded before their gradients are reduced.
                 sent_experts -= self.block - self.ahead
             last = max(made, sent, sent_experts, end_sent)
