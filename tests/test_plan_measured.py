@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from test_plan_compare import LINE, RECIPE, run_of
+from test_plan_compare import RECIPE, run_of
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.planner.hardware.cluster import Scales, with_scales
@@ -24,6 +24,7 @@ from parallel3d.tools.plan.compare import compare
 from parallel3d.tools.plan.hardware import find_cluster
 from tests.plan_json import Said, plan_json
 from tests.planned_runs import plan_request
+from tests.report_runs import METRICS
 
 ON = "--model llama3-8b --gpu h100 --gpus 16 --seq-len 8192 --global-batch 128 --fix tp=4 pp=1"
 ASKED = plan_request(
@@ -96,7 +97,7 @@ def test_the_folder_of_a_run_is_a_measurement(tmp_path: Path, capsys: Said) -> N
         / cluster.device.peak("bf16")
     )
     line = replace(
-        LINE,
+        METRICS,
         step_time_s=1.5 * predicted_s,
         tokens_per_s_per_device=tokens,
         mfu=mfu,

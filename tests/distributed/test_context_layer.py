@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.layers import attention, context
+from parallel3d.layers import attention, context_parallel
 from parallel3d.layers.attention import AttentionOptions, ParallelAttention
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.layers.parameter import ParallelContext, initialize
@@ -189,12 +189,12 @@ def counting() -> Iterator[Counter[str]]:
         return REDUCE_SCATTER(x, axis, dim=dim)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(context, "gather", gather))
-        stack.enter_context(mock.patch.object(context, "reduce_scatter", reduce_scatter))
+        stack.enter_context(mock.patch.object(context_parallel, "gather", gather))
+        stack.enter_context(mock.patch.object(context_parallel, "reduce_scatter", reduce_scatter))
         yield counts
 
 
-GATHER, REDUCE_SCATTER = context.gather, context.reduce_scatter
+GATHER, REDUCE_SCATTER = context_parallel.gather, context_parallel.reduce_scatter
 
 
 def sent(parallel: ParallelConfig) -> Counter[str]:
@@ -236,7 +236,7 @@ def alive_between_passes(recompute: Any) -> list[int]:
         return whole
 
     (stage,) = trainer.stages
-    with mock.patch.object(context, "gather_sequence", keep):
+    with mock.patch.object(context_parallel, "gather_sequence", keep):
         output = stage.module(trainer.sequence_part.take(own_batch(recipe, 0).inputs[0], 1))
     gc.collect()
     tensors = [ref() for ref in found]
@@ -244,7 +244,7 @@ def alive_between_passes(recompute: Any) -> list[int]:
     return [0 if each is None else each.untyped_storage().nbytes() for each in tensors]
 
 
-GATHER_WHOLE = context.gather_sequence
+GATHER_WHOLE = context_parallel.gather_sequence
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
