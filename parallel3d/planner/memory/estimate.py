@@ -126,8 +126,7 @@ class RankEstimate:
         parameters, gradients, optimizer = states.static_bytes
         saved += halved - logits
         if run.layout.pp > 1:
-            messages = 2 * min(SENDS_KEPT, run.layout.microbatches)
-            unsharded += messages * self.microbatch.hidden
+            unsharded += 2 * min(SENDS_KEPT, run.layout.microbatches) * self.microbatch.hidden
         at_work = saved + logits + unsharded + work
         fragmentation = 0.0
         context = 0.0
@@ -177,7 +176,7 @@ class RankEstimate:
             microbatch = max(kinds, key=lambda kind: kind.saved + kind.backward)
         sent = self._sent(backward, states.block)
         sent_experts = self._sent(backward, states.experts)
-        made_experts = states.item * states.experts.numel * states.is_sharded
+        experts = states.experts.numel
         end = states.ends[backward.stage]
         end_sent = self._sent(backward, end)
         end_made = states.item * end.numel * states.is_sharded
@@ -207,6 +206,8 @@ class RankEstimate:
             last += self.block - self.ahead  # Of experts.
         # Gradients in reduction add memory, unless unreduced gradients are counted already.
         others = 1 - 1 / max(part.layers, 1)
+        if experts and part.layers > 1:  # Each block fills its own buckets.
+            others = 1
         if states.is_sharded:
             others = not backward.has_gradients or states.reduces_each
         # Bytes that the last two blocks keep for their backward passes, which free them.
@@ -216,7 +217,7 @@ class RankEstimate:
             for back in (1, 2)
         )
         after_one = block + sent * others
-        if part.layers > part.dense and states.experts.numel:
+        if experts and part.layers > part.dense:
             if kept_before < microbatch.saved:  # The next block is recomputed meanwhile.
                 again = microbatch.saved + microbatch.forward + microbatch.hidden + kept_before
                 again += states.frees_forward * (self.block + self.ahead)
@@ -224,7 +225,7 @@ class RankEstimate:
             # Their gradients are copied after their backward pass, and reduced during that of the
             # rest of the block. Those of the rest are reduced during that of the next experts.
             meanwhile = sent_experts * others + microbatch.saved
-            meanwhile += max(microbatch.rest, made_experts)
+            meanwhile += max(microbatch.rest, states.item * experts * states.is_sharded)
             after_one = max(after_one, meanwhile)
             last = max(last, meanwhile - states.reduced * states.experts.shard)
         after_one -= kept_before
