@@ -219,7 +219,8 @@ class RankEstimate:
         after_one = block + sent * others
         if experts and part.layers > part.dense:
             if kept_before < microbatch.saved:  # The next block is recomputed meanwhile.
-                again = microbatch.saved + microbatch.forward + microbatch.hidden + kept_before
+                again = microbatch.saved + microbatch.forward + microbatch.hidden
+                again += kept + kept_before  # Their inputs are still alive.
                 again += states.frees_forward * (self.block + self.ahead)
                 after_one = max(after_one, again + sent * others)
             # Their gradients are copied after their backward pass, and reduced during that of the
