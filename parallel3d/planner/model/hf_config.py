@@ -69,9 +69,14 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
     own = dict(PLANNED_FAMILIES[kind])
     said = {**own.pop("defaults", {}), **said}
     keys = _Keys(said, path)
+    dense = first_dense_layers(*keys)
     is_tied = said.get("tie_word_embeddings", own.pop("tied_embeddings", False))
-    sizes = {"tied_embeddings": bool(is_tied), **sizes_of(said, path)}
-    plain = ModelConfig(name=name, experts=_experts(keys), **sizes)
+    plain = ModelConfig(
+        name=name,
+        tied_embeddings=bool(is_tied),
+        experts=_experts(keys, dense),
+        **sizes_of(said, path),
+    )
     check_model(plain, str(path))
     if own.get("positions") == "learned":
         own["position_rows"] = keys.number("max_position_embeddings") + 2  # as OPT counts them
@@ -87,7 +92,7 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
     return replace(from_config(plain), window=window, windowed_layers=layers, **own)
 
 
-def _experts(keys: _Keys) -> Experts | None:
+def _experts(keys: _Keys, dense: int) -> Experts | None:
     """Returns the experts of a config that uses the key names of Mixtral, Qwen or DeepSeek, or None
     for a dense model.
     """
@@ -108,7 +113,7 @@ def _experts(keys: _Keys) -> Experts | None:
         shared_hidden=gated + hidden * (keys.optional("n_shared_experts") or 0),
         shared_gate=gated > 0,
         router_bias=keys.said["model_type"] in ("deepseek_v3", "kimi_k2"),
-        dense_layers=keys.optional("first_k_dense_replace") or first_dense_layers(*keys),
+        dense_layers=keys.optional("first_k_dense_replace") or dense,
         most_groups=groups,
     )
 
