@@ -232,6 +232,7 @@ def test_masked_documents_train_as_if_alone(world: Callable, tmp_path: Path) -> 
     assert_same_in(world, model_section("gemma2", tmp_path), LAYOUTS[-1:], "mask")
 
 
+@pytest.mark.long
 def test_compiled_blocks_train_as_in_plain_torch(world: Callable, tmp_path: Path) -> None:
     split = {
         "tp": 2,

@@ -72,10 +72,10 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
     dense = first_dense_layers(*keys)
     is_tied = said.get("tie_word_embeddings", own.pop("tied_embeddings", False))
     plain = ModelConfig(
+        **sizes_of(said, path),
         name=name,
         tied_embeddings=bool(is_tied),
         experts=_experts(keys, dense),
-        **sizes_of(said, path),
     )
     check_model(plain, str(path))
     if own.get("positions") == "learned":
