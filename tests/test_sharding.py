@@ -95,7 +95,8 @@ def test_packed_rows_are_each_ranks_own_and_come_back(rows: int, ranks: int) -> 
         torch.arange(7.0).view(7, 1),
     ]
     packing = Packing([tensor.shape for tensor in tensors], ranks)
-    packed = packing.pack(tensors, ranks, torch.float32)
+    packed = packing.empty(tensors[0], torch.float32)
+    packing.pack(tensors, packed)
     for rank in range(ranks):
         axis = Axis(ranks, rank, None)
         own = [torch.zeros_like(own_rows(tensor, axis)) for tensor in tensors]

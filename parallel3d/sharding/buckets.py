@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from parallel3d.layers.collectives import after, start_gather, start_reduce_scatter
+from parallel3d.layers.collectives import after, all_gather_single, start_reduce_scatter
 from parallel3d.layers.weight_gradients import as_dtensor, like_parameter, local_tensor
 from parallel3d.mesh import DATA_ROLES, Axis, Role
 from parallel3d.shard_sizes import largest_shard
@@ -133,8 +133,8 @@ class Bucket:
         over = self._reduction
         dtype = over.dtypes.reduce
         if over.split:
-            gradients = [part.gradient for part in self.parts]
-            rows = self._packing.pack(gradients, over.shard.size, dtype)
+            rows = self._packing.empty(self.memory, dtype)
+            self._packing.pack([part.gradient for part in self.parts], rows)
             self._pending = start_row_reduction(rows, over.shard)
         elif over.every.size > 1:
             sent = self.memory.to(dtype)
@@ -167,8 +167,10 @@ class Bucket:
         over = self._reduction
         if not over.split:
             return lambda: None
-        stepped = [part.local for part in self.parts]
-        return start_row_gather(self._packing.pack(stepped, 1, over.dtypes.compute), over.shard)
+        rows = self._packing.empty(self.memory, over.dtypes.compute)
+        own = rows[over.shard.rank]
+        self._packing.pack([part.local for part in self.parts], own[None])
+        return start_row_gather(rows, over.shard)
 
     def finish_publish(self, rows: Tensor | None) -> None:
         """Copies all ranks' `rows`, or this rank's master copies if None, into the parameters."""
@@ -188,14 +190,16 @@ class Packing:
 
     def __init__(self, shapes: Sequence[torch.Size], ranks: int) -> None:
         self._widths = [largest_shard(shape[0], ranks) * shape[1:].numel() for shape in shapes]
+        self._shape = (ranks, sum(self._widths))
 
-    def pack(self, tensors: Sequence[Tensor], ranks: int, dtype: torch.dtype) -> Tensor:
-        """Copies the rows of all ranks, or of one, into a new tensor [ranks, width]."""
-        shape = (ranks, sum(self._widths))
-        packed = torch.empty(shape, dtype=dtype, device=tensors[0].device)
+    def empty(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a new tensor [ranks, width] on the device of `like`."""
+        return like.new_empty(self._shape, dtype=dtype)
+
+    def pack(self, tensors: Sequence[Tensor], packed: Tensor) -> None:
+        """Copies the rows of all ranks into `packed` [ranks, width], or of one into [1, width]."""
         for part, place in self._places(tensors, packed):
             place.copy_(part)
-        return packed
 
     def unpack(self, packed: Tensor, tensors: Sequence[Tensor]) -> None:
         for part, place in self._places(tensors, packed):
@@ -234,12 +238,13 @@ def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
     return add
 
 
-def start_row_gather(own: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Starts to all-gather `own` [1, width]. Call the result to get all rows [ranks, width]."""
+def start_row_gather(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Starts to all-gather `rows` [ranks, width] in place, from this rank's own row. Call the
+    result to get them."""
     if dist.get_backend(axis.group) != "gloo":
-        return start_gather(own, axis, 0)
-    rows = own.new_empty(axis.size, own.shape[1])
-    rows[axis.rank] = own[0]
+        own = rows[axis.rank]
+        work = all_gather_single(rows.flatten(), own, group=axis.group, async_op=True)
+        return partial(after, work, rows)
     works = []
     for rank, row in enumerate(rows):
         works.append(dist.broadcast(row, group=axis.group, group_src=rank, async_op=True))
