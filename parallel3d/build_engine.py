@@ -33,7 +33,7 @@ from parallel3d.pipeline.stage import (
     names_in,
     shared_by_ends,
 )
-from parallel3d.schedules.balance import balanced_cut, sizes_between
+from parallel3d.schedules.blocks_per_stage import blocks_per_stage, sizes_between
 from parallel3d.schedules.schedule import Schedule
 from parallel3d.sharding.apply import shard
 from parallel3d.sharding.optimizer_parts import ShardedData, local_parameters
@@ -156,7 +156,7 @@ def stage_ranges(recipe: Recipe, schedule: Schedule) -> list[BlockRange]:
     if boundaries is not None:
         return block_ranges(sizes_between(boundaries, model.layers))
     costs = model.part_costs(recipe.train.seq_len)
-    return block_ranges(balanced_cut(model.layers, schedule.stages, costs))
+    return block_ranges(blocks_per_stage(model.layers, schedule.stages, costs))
 
 
 def dtypes_of(recipe: Recipe) -> Dtypes:

@@ -101,7 +101,7 @@ class Engine:
             for parameter in self.trained:
                 observe(parameter)
 
-    def squared_norm(self) -> Tensor:
+    def squared_norm_share(self) -> Tensor:
         """Returns this rank's share of the squared gradient norm, a float64 scalar.
 
         The sum over all ranks is the squared norm. A gradient with n copies counts 1 / n in each.

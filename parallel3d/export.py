@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file as save_tensors
 from torch import Tensor
 
-from parallel3d.checkpoint.hugging_face import HfTensor, hf_tensors
+from parallel3d.checkpoint.hugging_face_names import HfTensor, hf_tensors
 from parallel3d.checkpoint.manifest import Manifest, read_manifest, save_file
 from parallel3d.checkpoint.pieces import read_box
 from parallel3d.checkpoint.store import CONFIG_JSON, sync_folder

@@ -310,7 +310,7 @@ class ParallelModel(nn.Module):
             RuntimeError: There are no gradients, or an optimizer has already used them.
         """
         self._need_gradients("clip_grad_norm_", self.parameters())
-        square = all_reduce_over(self._engine.axes, self._engine.squared_norm())
+        square = all_reduce_over(self._engine.axes, self._engine.squared_norm_share())
         norm = square.sqrt()
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for own in self._engine.trained:

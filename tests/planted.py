@@ -127,17 +127,17 @@ def speak_and_abort(model: nn.Module) -> None:
 
 def spoil_a_gradient(model: nn.Module) -> None:
     """Makes one element of the summed gradient of this step NaN on this rank."""
-    measure = Engine.squared_norm
+    measure = Engine.squared_norm_share
 
     def spoiled(self: Engine) -> Tensor:
-        Engine.squared_norm = measure  # type: ignore[method-assign]
+        Engine.squared_norm_share = measure  # type: ignore[method-assign]
         own = [p for p in self.trained if not p.is_copy]
         gradient = max(own, key=lambda p: (p.name.endswith("mlp.up.weight"), p.name)).local.grad
         assert gradient is not None
         gradient.view(-1)[0] = float("nan")
         return measure(self)
 
-    Engine.squared_norm = spoiled  # type: ignore[method-assign]
+    Engine.squared_norm_share = spoiled  # type: ignore[method-assign]
 
 
 def flip_a_bit(model: nn.Module) -> None:

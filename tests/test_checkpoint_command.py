@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from parallel3d.checkpoint.hugging_face import hf_tensors
+from parallel3d.checkpoint.hugging_face_names import hf_tensors
 from parallel3d.config.hugging_face import to_hugging_face
 from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import ModelConfig, RopeScaling

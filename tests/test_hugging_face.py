@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from parallel3d.checkpoint.hugging_face import hf_tensors
+from parallel3d.checkpoint.hugging_face_names import hf_tensors
 from parallel3d.config.experts import ExpertsConfig
 from parallel3d.config.hugging_face import (
     family_of,

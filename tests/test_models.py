@@ -14,7 +14,7 @@ import transformers
 from test_hugging_face import FAMILIES, config_json
 from torch import Tensor, nn
 
-from parallel3d.checkpoint.hugging_face import HfTensor, hf_tensors
+from parallel3d.checkpoint.hugging_face_names import HfTensor, hf_tensors
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers.parameter import initialize
 from parallel3d.models import unsharded_model

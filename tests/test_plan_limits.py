@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from parallel3d.planner.hardware.framework import FRAMEWORKS
-from parallel3d.planner.search.fastest import one_that_fits, search
+from parallel3d.planner.search.best_layouts import one_that_fits, search
 from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
 from parallel3d.planner.search.size_limits import (
     largest_batch,

@@ -26,7 +26,7 @@ from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.uncertainty import error_model_of
 from parallel3d.planner.published.cases import read_case, read_cases
 from parallel3d.planner.published.score import score
-from parallel3d.planner.search.fastest import search
+from parallel3d.planner.search.best_layouts import search
 from parallel3d.planner.search.request import Fixed
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE

@@ -21,7 +21,7 @@ from parallel3d.config.recipe import (
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
 from parallel3d.planner.model.training import OptimizerMemory
-from parallel3d.planner.search.fastest import search
+from parallel3d.planner.search.best_layouts import search
 from parallel3d.planner.search.neighbours import find_neighbours
 from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
 from parallel3d.planner.search.space import families

@@ -12,7 +12,7 @@ from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.planned_run import _cut_by_cost
 from parallel3d.planner.model.shapes import from_config
-from parallel3d.schedules.balance import balanced_cut
+from parallel3d.schedules.blocks_per_stage import blocks_per_stage
 
 PUBLISHED = {  # as Hugging Face and the papers count them
     "gpt2": 124_439_808,
@@ -69,6 +69,6 @@ MODELS = {
 def test_the_planner_prices_the_stages_that_the_trainer_cuts(model: str) -> None:
     config = replace(MODELS[model], layers=30, vocab=4096)
     for stages in (2, 3, 8):
-        trained = balanced_cut(30, stages, config.part_costs(512))
+        trained = blocks_per_stage(30, stages, config.part_costs(512))
         assert list(_cut_by_cost(from_config(config), stages, 512)) == trained
     assert trained[-1] < trained[1], "the head takes blocks from the last stage"

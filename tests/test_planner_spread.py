@@ -19,7 +19,7 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.uncertainty import FIGURES, ErrorModel, error_model_of, safe_share
 from parallel3d.planner.published.score import Score, score, without_own_sources
 from parallel3d.planner.search import request
-from parallel3d.planner.search.fastest import search
+from parallel3d.planner.search.best_layouts import search
 from parallel3d.planner.search.request import PlanRequest
 from parallel3d.planner.search.ties import TIE
 from parallel3d.tools.arguments import HARDWARE

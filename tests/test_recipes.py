@@ -13,7 +13,7 @@ from parallel3d.config.load import load_recipe
 from parallel3d.config.recipe import LocalSgdConfig, Recipe
 from parallel3d.models import shape_cards
 from parallel3d.planner.hardware.cluster import load_cluster
-from parallel3d.planner.search.fastest import search
+from parallel3d.planner.search.best_layouts import search
 from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
 from parallel3d.planner.search.ties import slowest_tied_s
 from parallel3d.recipes import shipped_recipes

@@ -25,7 +25,7 @@ from parallel3d.pipeline.stage import (
     cut_sequential,
     names_of,
 )
-from parallel3d.schedules.balance import PartCosts, balanced_cut, sizes_between
+from parallel3d.schedules.blocks_per_stage import PartCosts, blocks_per_stage, sizes_between
 
 EVEN = PartCosts(embedding=0.0, block=1.0, head=0.0)
 MODEL = ModelConfig(
@@ -40,7 +40,7 @@ MODEL = ModelConfig(
 @given(stages=st.integers(1, 12), more=st.integers(0, 30))
 def test_every_layer_is_on_one_stage(stages: int, more: int) -> None:
     layers = stages + more
-    ranges = block_ranges(balanced_cut(layers, stages, EVEN))
+    ranges = block_ranges(blocks_per_stage(layers, stages, EVEN))
     assert [i for blocks in ranges for i in range(blocks.first, blocks.end)] == list(range(layers))
     sizes = [blocks.end - blocks.first for blocks in ranges]
     assert max(sizes) - min(sizes) <= 1
@@ -85,7 +85,7 @@ def test_no_cut_has_a_cheaper_costliest_stage(
             for s, n in enumerate(sizes)
         )
 
-    sizes = balanced_cut(blocks, stages, costs)
+    sizes = blocks_per_stage(blocks, stages, costs)
     every_cut = (
         sizes_between(points, blocks) for points in combinations(range(1, blocks + 1), stages - 1)
     )

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from parallel3d.checkpoint.collectives import collect
-from parallel3d.checkpoint.hugging_face import (
+from parallel3d.checkpoint.hugging_face_names import (
     HEAD,
     NAMES,
     UNREAD,

@@ -22,7 +22,7 @@ from parallel3d.config.sharding_strategies import (
     default_gather,
     strategy_of,
 )
-from parallel3d.schedules.balance import PartCosts
+from parallel3d.schedules.blocks_per_stage import PartCosts
 from parallel3d.schedules.registry import ScheduleName
 
 Precision = Literal["fp32", "bf16", "bf16_pure", "fp16"]

@@ -19,7 +19,7 @@ from parallel3d.config.sharding_strategies import (
     usual_bucket_mib,
 )
 from parallel3d.config.yaml_text import shown
-from parallel3d.schedules.balance import balanced_cut, faults_of_boundaries
+from parallel3d.schedules.blocks_per_stage import blocks_per_stage, faults_of_boundaries
 from parallel3d.schedules.registry import SCHEDULES
 from parallel3d.shard_sizes import divisors, shard_rows
 
@@ -275,7 +275,7 @@ def schedule_errors(recipe: Recipe) -> Iterator[str]:
         fault := faults_of_boundaries(boundaries, layers, parallel.stages)
     ):
         costs = recipe.model.part_costs(recipe.train.seq_len)
-        sizes = balanced_cut(layers, parallel.stages, costs)
+        sizes = blocks_per_stage(layers, parallel.stages, costs)
         tries = [*accumulate(sizes[:-1])]
         yield f"<parallel.stage_boundaries>: {fault}; try {tries}"
     if not stages.allow(virtual):

@@ -78,7 +78,7 @@ class BlockRange:
 def block_ranges(sizes: Sequence[int]) -> list[BlockRange]:
     """Returns the block range of each stage.
 
-    `sizes` holds the number of blocks per stage, as `schedules.balance` computes them.
+    `sizes` holds the number of blocks per stage, as `schedules.blocks_per_stage` computes them.
     """
     last = len(sizes) - 1
     return [

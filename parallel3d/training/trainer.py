@@ -202,7 +202,7 @@ class Trainer:
         )
         self.engine.finish_gradients(observe)
         with timed("optimizer"):
-            square = self.engine.squared_norm()
+            square = self.engine.squared_norm_share()
         result = self._reduce_totals(
             loss, labels, square, batch.wrong_id, rate=rate, is_asked_to_stop=is_asked_to_stop
         )

@@ -47,7 +47,7 @@ from parallel3d.training.callbacks import VALIDATION, Callback, Callbacks, RunVi
 from parallel3d.training.generation import generate
 from parallel3d.training.local_sgd import outer_loop_of
 from parallel3d.training.loop import TrainingLoop
-from parallel3d.training.run_start import RecordSaves, record_run_start
+from parallel3d.training.record_start import RecordSaves, record_run_start
 from parallel3d.training.state import load_model, of_rank_0, resume_from, start_from
 from parallel3d.training.trainer import Trainer
 from parallel3d.watch.heartbeat import phase

@@ -190,12 +190,12 @@ ROTATE = RotaryEmbedding.forward
 TRAIN_STEP = Trainer.train_step
 MEAN_LOSS = MeanLoss.__call__
 BOX = ParameterSpec.box
-SQUARED_NORM = engine.Engine.squared_norm
+SQUARED_NORM = engine.Engine.squared_norm_share
 COMPLETE = engine.Engine.finish_gradients
 PATCHES: dict[str, tuple[object, str, object]] = {
     "norm gradient not reduced": (norm, "ParameterSpec", whole_gradient),
     "output doubled": (nn.LayerNorm, "forward", doubled_norm),
-    "replicated twice in the norm": (engine.Engine, "squared_norm", replicated_twice),
+    "replicated twice in the norm": (engine.Engine, "squared_norm_share", replicated_twice),
     "weights cut in the wrong order": (ParameterSpec, "box", cut_backwards),
     "dp averaging forgotten": (sys.modules[__name__], "divisor", lambda mesh: 1),
     "tied summed twice": (engine.Engine, "finish_gradients", completed_twice),
@@ -208,7 +208,7 @@ PATCHES: dict[str, tuple[object, str, object]] = {
     ),
     "norm counts a number cp times": (
         engine.Engine,
-        "squared_norm",
+        "squared_norm_share",
         lambda self: 2 * SQUARED_NORM(self),
     ),
     "chunks in another order": (SequencePart, "joined", chunks_in_rank_order),
@@ -218,7 +218,7 @@ PATCHES: dict[str, tuple[object, str, object]] = {
         "add_product",
         lambda total, grad, x: ADD_PRODUCT(total, 2 * grad, x),
     ),
-    "experts missing from the norm": (engine.Engine, "squared_norm", without_experts),
+    "experts missing from the norm": (engine.Engine, "squared_norm_share", without_experts),
     "loads counted again in a recompute": (router, "is_in_backward", lambda: False),
     "bias in the weight": (Router, "forward", biased_weights),
     "results in another order": (experts, "combine", reversed_results),

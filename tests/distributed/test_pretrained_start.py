@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from parallel3d.checkpoint.hugging_face import hf_tensors
+from parallel3d.checkpoint.hugging_face_names import hf_tensors
 from parallel3d.checkpoint.store import check_start
 from parallel3d.config.hugging_face import from_hugging_face, read_config_json
 from parallel3d.config.load import load_recipe

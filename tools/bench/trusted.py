@@ -22,7 +22,7 @@ from parallel3d.planner.hardware.framework import PARALLEL3D, FrameworkProfile
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.uncertainty import memory_spread, safe_share
 from parallel3d.planner.published.cases import PublishedCase, read_cases
-from parallel3d.planner.search.fastest import search
+from parallel3d.planner.search.best_layouts import search
 from parallel3d.planner.search.request import Fixed, PlanRequest
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE

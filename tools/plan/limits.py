@@ -26,7 +26,7 @@ from parallel3d.planner.report.page import (
     three_digits,
     wrapped,
 )
-from parallel3d.planner.search.fastest import search, sweep
+from parallel3d.planner.search.best_layouts import search, sweep
 from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.search.size_limits import (
     largest_batch,

@@ -18,7 +18,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.report.json import to_json
 from parallel3d.planner.report.page import Plan, all_notes, labelled, page, reasons
-from parallel3d.planner.search.fastest import best_or_rule, one_that_fits, search
+from parallel3d.planner.search.best_layouts import best_or_rule, one_that_fits, search
 from parallel3d.planner.search.neighbours import find_neighbours
 from parallel3d.planner.search.request import Fixed, PlanRequest, PlanResult, Rejected, Strategy
 from parallel3d.planner.search.size_limits import remedies

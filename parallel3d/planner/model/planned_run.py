@@ -13,7 +13,7 @@ from parallel3d.planner.hardware.framework import FrameworkProfile
 from parallel3d.planner.model.parameters import expert_numel, rank_numel, weights_of_block
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import OptimizerMemory
-from parallel3d.schedules.balance import PartCosts, balanced_cut, sizes_between
+from parallel3d.schedules.blocks_per_stage import PartCosts, blocks_per_stage, sizes_between
 from parallel3d.schedules.build import placement
 from parallel3d.schedules.registry import SCHEDULES, ScheduleName
 from parallel3d.shard_sizes import largest_shard
@@ -289,7 +289,7 @@ def _cut_by_cost(shape: ModelShape, stages: int, seq_len: int) -> tuple[int, ...
         dense_blocks=min(shape.first_dense, shape.layers - 1),
         dense_weights=weights_of_block(shape, dense=True),
     )
-    return tuple(balanced_cut(shape.layers, stages, costs))
+    return tuple(blocks_per_stage(shape.layers, stages, costs))
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ from parallel3d.planner.model.parameters import (
     total_parameters,
 )
 from parallel3d.planner.model.uncertainty import Figure
-from parallel3d.planner.search.fastest import Objective
+from parallel3d.planner.search.best_layouts import Objective
 from parallel3d.planner.search.neighbours import Neighbour
 from parallel3d.planner.search.request import PlanRequest, PlanResult, Strategy
 from parallel3d.planner.search.ties import TIE

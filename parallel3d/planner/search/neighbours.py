@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf
 
-from parallel3d.planner.search.fastest import fastest_by_closed_form
+from parallel3d.planner.search.best_layouts import fastest_by_closed_form
 from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.search.ties import TIE
 

@@ -14,7 +14,7 @@ from math import prod
 
 from parallel3d.planner.model.parameters import total_parameters
 from parallel3d.planner.model.shapes import ModelShape
-from parallel3d.planner.search.fastest import one_that_fits
+from parallel3d.planner.search.best_layouts import one_that_fits
 from parallel3d.planner.search.request import Fixed, PlanRequest, Strategy
 from parallel3d.planner.search.space import MOST_MICROBATCH
 from parallel3d.shard_sizes import divisors

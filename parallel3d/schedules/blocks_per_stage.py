@@ -50,7 +50,7 @@ class PartCosts:
         )
 
 
-def balanced_cut(blocks: int, stages: int, costs: PartCosts) -> list[int]:
+def blocks_per_stage(blocks: int, stages: int, costs: PartCosts) -> list[int]:
     """Returns the number of blocks per stage that minimizes the cost of the most expensive stage.
 
     Each stage except the last has at least one block. The last may hold only the head if the head
