@@ -124,10 +124,11 @@ def _part(
     for tensor in sources:
         held = tensor.rows(matrix[0])
         start, stop = (min(max(row, held.start), held.stop) for row in ends)
-        if parts and start == stop:
+        if parts and start == stop:  # An empty slice is read only for an empty shard.
             continue
-        before = tensor.parameters.index(name) * len(held) - held.start
-        index = [slice(before + start, before + stop), slice(columns.start, columns.stop)]
+        # Added to a row of the parameter, gives its row in the source, which stacks parameters.
+        offset = tensor.parameters.index(name) * len(held) - held.start
+        index = [slice(offset + start, offset + stop), slice(columns.start, columns.stop)]
         index = index[: len(matrix)]
         if tensor.transposed:
             parts.append(read_slice(stored[tensor.name], index[::-1], torch.float32).t())
