@@ -26,6 +26,7 @@ from tests.distributed.training_cases import (
     Curve,
     assert_follows,
     label,
+    long,
     make_recipe,
     make_trainer,
     one_case,
@@ -55,27 +56,11 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
         },
     ),
     (
-        GROUPED,
-        {
-            "cp": 2,
-            "tp": 2,
-            "recompute": "full",
-            "microbatch_size": 2,
-        },
-    ),
-    (
         MULTI_QUERY,
         {
             "cp": 2,
             **SP2,
             "microbatch_size": 2,
-        },
-    ),
-    (
-        TIED,
-        {
-            "cp": 2,
-            "pp": 2,
         },
     ),
     (
@@ -101,23 +86,8 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
         {
             "cp": 2,
             "dp_shard": 2,
-            "sharding": "SHARD_OPTIMIZER",
-        },
-    ),
-    (
-        GROUPED,
-        {
-            "cp": 2,
-            "dp_shard": 2,
             "sharding": "NO_SHARD",
             "microbatch_size": 2,
-        },
-    ),
-    (
-        TIED,
-        {
-            "cp": 2,
-            "dp_replicate": 2,
         },
     ),
     (
@@ -131,13 +101,47 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
         },
     ),
 ]
+LONG: list[tuple[ModelConfig, dict[str, Any]]] = [
+    (
+        GROUPED,
+        {
+            "cp": 2,
+            "tp": 2,
+            "recompute": "full",
+            "microbatch_size": 2,
+        },
+    ),
+    (
+        TIED,
+        {
+            "cp": 2,
+            "pp": 2,
+        },
+    ),
+    (
+        GROUPED,
+        {
+            "cp": 2,
+            "dp_shard": 2,
+            "sharding": "SHARD_OPTIMIZER",
+        },
+    ),
+    (
+        TIED,
+        {
+            "cp": 2,
+            "dp_replicate": 2,
+        },
+    ),
+]
+CASES = [*(one_case(*each) for each in LAYOUTS), *(long(one_case(*each)) for each in LONG)]
 
 
 def run(recipe: Recipe) -> Curve:
     return train(make_trainer(recipe), STEPS)
 
 
-@pytest.mark.parametrize("model, parallel", [one_case(*each) for each in LAYOUTS])
+@pytest.mark.parametrize("model, parallel", CASES)
 def test_layout_trains_as_plain_torch_does(
     world: Callable, model: ModelConfig, parallel: ParallelConfig
 ) -> None:
@@ -196,9 +200,9 @@ SPECIAL = [
     special(QWEN),  # a window, and positions by yarn
     special(QWEN, SP2, data=MASKED),
     special(GROUPED, {"recompute": "full", "microbatch_size": 2}, data=MASKED),
-    special(GPT, SP2, data=MASKED),
+    long(special(GPT, SP2, data=MASKED)),
     special(DROPPED, {"microbatch_size": 2}),
-    special(replace(DROPPED, architecture="gpt", kv_heads=None, max_positions=32), SP2),
+    long(special(replace(DROPPED, architecture="gpt", kv_heads=None, max_positions=32), SP2)),
     special(GROUPED, {"dp_replicate": 2}, local_sgd=LocalSgdConfig(sync_every=3)),
 ]
 

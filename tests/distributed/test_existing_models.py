@@ -89,7 +89,7 @@ FAMILIES = [
     *["granite", "smollm3", "starcoder2", "stablelm", "cohere", "glm", "falcon", "gpt2"],
     *["gpt_neox", "opt", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"],
 ]
-QUICK = ["llama", "gemma2", "phi3", "gpt2", "falcon", "mixtral"]  # the others are long tests
+QUICK = ["llama", "gemma2", "gpt2", "mixtral"]  # the others are long tests
 LAYOUTS: list[dict[str, Any]] = [
     {},
     {"tp": 2},
@@ -220,7 +220,13 @@ def test_a_family_trains_as_in_plain_torch(world: Callable, family: str, tmp_pat
 
 @pytest.mark.parametrize("model", [NANO, GROUPED], ids=["nanoGPT", "grouped"])
 def test_a_users_model_trains_as_in_plain_torch(world: Callable, model: ModelConfig) -> None:
-    assert_same_in(world, model, [*LAYOUTS, *MORE_LAYOUTS])
+    assert_same_in(world, model, LAYOUTS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", [NANO, GROUPED], ids=["nanoGPT", "grouped"])
+def test_a_users_model_in_other_layouts(world: Callable, model: ModelConfig) -> None:
+    assert_same_in(world, model, MORE_LAYOUTS)
 
 
 def test_llama_in_other_layouts(world: Callable, tmp_path: Path) -> None:

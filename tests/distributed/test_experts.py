@@ -39,6 +39,7 @@ from tests.distributed.training_cases import (
     Curve,
     assert_follows,
     label,
+    long,
     make_loader,
     make_recipe,
     make_trainer,
@@ -101,32 +102,10 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
     (
         SHARED,
         {
-            "dp_shard": 4,
-            "ep": 2,
-            "recompute": "full",
-        },
-    ),
-    (
-        MIXTURE,
-        {
-            "tp": 2,
-            **EP2,
-        },
-    ),
-    (
-        SHARED,
-        {
             "tp": 2,
             **EP2,
             "ep": 4,
             "sequence_parallel": True,
-        },
-    ),
-    (
-        SHARED,
-        {
-            "pp": 2,
-            **EP2,
         },
     ),
     (
@@ -173,6 +152,30 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
         },
     ),
 ]
+LONG: list[tuple[ModelConfig, dict[str, Any]]] = [
+    (
+        SHARED,
+        {
+            "dp_shard": 4,
+            "ep": 2,
+            "recompute": "full",
+        },
+    ),
+    (
+        MIXTURE,
+        {
+            "tp": 2,
+            **EP2,
+        },
+    ),
+    (
+        SHARED,
+        {
+            "pp": 2,
+            **EP2,
+        },
+    ),
+]
 MUON = OptimizerConfig(
     name="muon",
     lr=1e-3,
@@ -199,6 +202,7 @@ ALL = replace(
     ),
 )
 CASES = [case(*each) for each in LAYOUTS]
+CASES += [long(case(*each)) for each in LONG]
 CASES += [
     case(SHARED, {"dp_shard": 4, "ep": 2}, optimizer=MUON),
     case(ALL, {"dp_shard": 4, "ep": 4}),

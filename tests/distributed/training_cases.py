@@ -283,6 +283,11 @@ def one_case(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet
     return pytest.param(model, parallel, id=label(parallel, model))
 
 
+def long(case: ParameterSet) -> ParameterSet:
+    """Returns the case as one that `make test` leaves to `make test-long`."""
+    return pytest.param(*case.values, id=case.id, marks=pytest.mark.long)
+
+
 def label(parallel: ParallelConfig, model: ModelConfig) -> str:
     """Returns the name of a case: its axes, its schedule, and what else is not as usual."""
     parts = [f"{axis}{size}" for axis, size in parallel.axes.items() if size > 1] or ["one"]
