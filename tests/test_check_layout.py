@@ -13,6 +13,7 @@ from torch import nn
 from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainConfig
 from parallel3d.tools.check_layout import command as check_layout
 from parallel3d.tools.check_layout.compare import (
+    LIMITS,
     Difference,
     LayoutComparison,
     compare,
@@ -73,6 +74,8 @@ def test_the_same_records_have_no_difference() -> None:
     assert comparison.first is None
     assert comparison.steps == 2
     assert set(comparison.largest.values()) == {0.0}
+    # These records have neither outputs nor experts, so none is said to agree.
+    assert {*LIMITS} - {*comparison.largest} == {"choice", "load", "output"}
 
 
 def test_the_gradient_that_the_backward_pass_reaches_first_is_named_with_its_ratio() -> None:

@@ -104,12 +104,12 @@ class LayoutComparison:
 
 def compare(alone: TrainingRecord, layout: TrainingRecord) -> LayoutComparison:
     """Compares two records step by step, and each step in the order of computation."""
-    largest = dict.fromkeys(LIMITS, 0.0)
+    largest: dict[What, float] = {}
     first: Difference | None = None
     for step, what, sizes in _sizes_of_all(alone, layout):
         for name, by_rank in sizes.items():
             size = max(by_rank.values())
-            largest[what] = max(largest[what], size)
+            largest[what] = max(largest.get(what, 0.0), size)
             if first is None and size > LIMITS[what]:
                 ranks = tuple(rank for rank, each in by_rank.items() if each > LIMITS[what])
                 causes = [_CAUSES[what]]
