@@ -159,17 +159,10 @@ class ExpertWeights(ParallelModule):
             counts = way.counts.cumsum(0).int()
         else:
             counts = way.counts.tolist()
-        multiply = partial(self._multiply, counts=counts)
-        gate = multiply(rows, "gate")
-        up = multiply(rows, "up")
-        y = multiply(self.pointwise(gate, up), "down")
-        return combine(y, weights, way, self.axis)
-
-    def _multiply(self, x: Tensor, name: str, counts: Sequence[int] | Tensor) -> Tensor:
-        weight = getattr(self, name)
         how = (counts, self.fused_gradients, self.delayed)
-        y: Tensor = outside_graph(_Grouped.apply, x, weight, *how)
-        return y
+        gate, up = outside_graph(_Grouped.apply, rows, how, self.gate, self.up)
+        (y,) = outside_graph(_Grouped.apply, self.pointwise(gate, up), how, self.down)
+        return combine(y, weights, way, self.axis)
 
 
 def uses_grouped(x: Tensor) -> bool:
@@ -177,17 +170,23 @@ def uses_grouped(x: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16
 
 
-def grouped(x: Tensor, matrices: Tensor, counts: Sequence[int] | Tensor) -> Tensor:
+def grouped(
+    x: Tensor, matrices: Tensor, counts: Sequence[int] | Tensor, total: Tensor | None = None
+) -> Tensor:
     """Returns x_e M_e for the rows x_e of each expert. `matrices` is [experts, in, out].
 
     `counts` holds the number of rows of each expert, or a tensor with the end of its rows, which
-    `grouped_mm` takes.
+    `grouped_mm` takes. If given, `total` is added to the result, in place.
     """
     if isinstance(counts, Tensor):
-        return F.grouped_mm(x, matrices, offs=counts)
-    y = x.new_empty(len(x), matrices.shape[2])
+        y = F.grouped_mm(x, matrices, offs=counts)
+        return y if total is None else total.add_(y)
+    y = x.new_empty(len(x), matrices.shape[2]) if total is None else total
     for rows, matrix, out in zip(x.split(counts), matrices, y.split(counts), strict=True):
-        torch.mm(rows, matrix, out=out)
+        if total is None:
+            torch.mm(rows, matrix, out=out)
+        else:
+            out.addmm_(rows, matrix)
     return y
 
 
@@ -214,34 +213,38 @@ class _Gated(Function):
         return d_gate, grad * active
 
 
+# Rows of each expert as in `grouped`, whether gradients are fused, and where they are delayed.
+How = tuple[Sequence[int] | Tensor, bool, DelayedGradients | None]
+
+
 class _Grouped(Function):
-    """y_e = x_e W_e^T for the rows of each expert. `weight` holds the matrices W_e, stacked."""
+    """y_e = x_e W_e^T for the rows of each expert and for each of several weights.
+
+    A weight holds the matrices W_e, stacked.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        counts: Sequence[int] | Tensor,
-        fused: bool,
-        delayed: DelayedGradients | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x, local_tensor(weight))
-        ctx.weight = weight
-        ctx.how = (counts, fused)
-        ctx.delayed = delayed
-        matrices = local_tensor(weight).view(len(counts), -1, x.shape[1])
-        return grouped(x, matrices.mT, counts)
+    def forward(ctx: Any, x: Tensor, how: How, *weights: Tensor) -> tuple[Tensor, ...]:
+        locals_ = [local_tensor(weight) for weight in weights]
+        ctx.save_for_backward(x, *locals_)
+        ctx.weights = weights
+        ctx.how = how
+        shape = (len(how[0]), -1, x.shape[1])
+        return tuple(grouped(x, local.view(shape).mT, how[0]) for local in locals_)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, local = ctx.saved_tensors
-        counts, fused = ctx.how
-        grad = grad.contiguous()
-        matrices = local.view(len(counts), -1, x.shape[1])
-        dx = grouped(grad, matrices, counts) if ctx.needs_input_grad[0] else None
-        dw = weight_gradient(ctx.weight, grad, x, counts, fused=fused, delayed=ctx.delayed)
-        return dx, dw, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *locals_ = ctx.saved_tensors
+        counts, fused, delayed = ctx.how
+        grads = tuple(grad.contiguous() for grad in grads)
+        dx: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            for grad, local in zip(grads, locals_, strict=True):
+                dx = grouped(grad, local.view(len(counts), -1, x.shape[1]), counts, dx)
+        dw = []
+        for weight, grad in zip(ctx.weights, grads, strict=True):
+            dw.append(weight_gradient(weight, grad, x, counts, fused=fused, delayed=delayed))
+        return dx, None, *dw
 
 
 def weight_gradient(
