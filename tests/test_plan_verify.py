@@ -21,7 +21,7 @@ from parallel3d.tools.verify.command import Verified, verify
 from tests.plan_json import error_line
 
 LLAMA = ModelConfig(
-    layers=12,
+    layers=6,
     hidden=4096,
     heads=32,
     kv_heads=8,
@@ -37,7 +37,7 @@ EXPERTS = ExpertsConfig(
 )
 GPT = ModelConfig(
     architecture="gpt",
-    layers=12,
+    layers=6,
     hidden=4096,
     heads=32,
     ffn_hidden=16384,
@@ -121,7 +121,7 @@ LAYOUTS = {
         3,
     ),
     "one pipeline rank in float32": (GPT, ParallelConfig(dp_shard=8, tp=2), "fp32", 1),
-    "gathered and reduced for each microbatch": (LLAMA, EACH, "bf16", 3),
+    "gathered and reduced for each microbatch": (replace(LLAMA, layers=12), EACH, "bf16", 3),
     "on one GPU, parameters on the CPU": (GPT, ParallelConfig(offload=True), "bf16", 2),
     "one stage after the other": (
         LLAMA,
