@@ -42,7 +42,7 @@ checksums not compared | parallel3d/checkpoint/manifest.py | if crc != expected:
 checksum of the last piece only | parallel3d/checkpoint/pieces.py | crc = zlib.crc32(chunk, crc) | crc = zlib.crc32(chunk) | tests/test_checkpoint_command.py tests/distributed/test_checkpoint_files.py
 loss divided by one token more | parallel3d/training/loss.py | losses.sum() / (self.tokens / self.scale) | losses.sum() / ((self.tokens + 1) / self.scale) | tests/distributed/test_parity.py
 sharded gradients halved | parallel3d/sharding/fully_sharded.py | set_gradient_divide_factor(1.0) | set_gradient_divide_factor(2.0) | tests/distributed/test_parity.py
-copies counted in the norm | parallel3d/sharding/optimizer_parts.py | math.prod(axes[name].size for name in self.repeated_over) | 1 | tests/distributed/test_parity.py
+copies counted in the norm | parallel3d/sharding/optimizer_parts.py | math.prod(self.axes[name].size for name in self.repeated_over) | 1 | tests/distributed/test_parity.py
 rank from axes in the wrong order | parallel3d/config/recipe.py | in reversed(self.axes.items()): | in self.axes.items(): | tests/test_mesh.py tests/test_config.py tests/distributed/test_mesh.py
 """  # noqa: E501
 

@@ -213,7 +213,7 @@ class _Gated(Function):
         return d_gate, grad * active
 
 
-# Rows of each expert as in `grouped`, whether gradients are fused, and where they are delayed.
+# Counts of `grouped`, True if gradients are fused, and the collector of delayed gradients.
 How = tuple[Sequence[int] | Tensor, bool, DelayedGradients | None]
 
 

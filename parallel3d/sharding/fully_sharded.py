@@ -109,9 +109,9 @@ class FullyShardedData(ShardedData):
                 # A plain sum, which gloo supports, without a division.
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
-        # In the backward pass, torch prefetches units in the reverse order in which forward passes
-        # ended. At the first unit it would prefetch the last unit for another microbatch, so the
-        # first unit is set to prefetch only itself. A block ends after its experts.
+        # In the backward pass, torch prefetches units in the reverse order of the ends of their
+        # forward passes. At the first unit it would prefetch the last unit for another microbatch,
+        # so the first unit is set to prefetch only itself. A block ends after its experts.
         chain = _sharded(unit.modules[0] for unit in travelling)
         depth = options.prefetch
         if chain and not travelling[0].has_head:
