@@ -53,7 +53,11 @@ class ReportedError(RankError):
 class PeerMonitor:
     """Monitors the other ranks in a thread, which runs even if the main thread hangs.
 
-    `store` must be a connection that nothing else uses."""
+    Two threads can end the process: the main thread after its own error (`report`), and the
+    monitoring thread after the failure of another rank (`_monitor`). The first one that acquires
+    `_ending` does so. It never releases the lock. `store` must be a connection that nothing else
+    uses.
+    """
 
     def __init__(
         self, store: dist.Store, rank: int, places: Sequence[Place], recipe: Recipe
