@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from parallel3d.config.recipe import ParallelConfig
 from parallel3d.shard_sizes import shard_rows
-from parallel3d.torch_private import group_of
+from parallel3d.torch_private import group_of, let_gloo_finish
 from parallel3d.watch.step_clock import Cause
 
 
@@ -95,6 +95,8 @@ class Axis:
             )
         if mesh.size() == 1:
             return ONE_RANK
+        if mesh.device_type == "cpu":
+            let_gloo_finish()
         (name,) = mesh.mesh_dim_names or ("",)
         cause = _CAUSES.get(name, "dp")
         return cls(mesh.size(), mesh.get_local_rank(), mesh.get_group(), cause)

@@ -6,10 +6,13 @@ also hide differences between torch 2.11 and 2.15.
 
 from __future__ import annotations
 
+import atexit
 import pickle
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -138,6 +141,16 @@ def abort_groups() -> None:
     """
     if dist.is_initialized() and "nccl" in dist.get_backend_config():
         dist.distributed_c10d._abort_process_group()
+
+
+@cache
+def let_gloo_finish() -> None:
+    """Waits 0.2 s when the program ends, so that gloo's threads can free their last tensors.
+
+    They need the GIL for it. A thread that asks for the GIL while Python shuts down aborts the
+    process (torch 2.13), which happens if a DeviceMesh outlives `destroy_process_group`.
+    """
+    atexit.register(time.sleep, 0.2)
 
 
 def default_store() -> dist.Store:

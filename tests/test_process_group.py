@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from launch_targets import recipe_in
 from parallel3d.config.recipe import Recipe
 from parallel3d.errors import PreemptedError, RendezvousError
 from parallel3d.launch.rendezvous import Rendezvous, process_group
+from tests.live_run import ROOT, torchrun
 
 
 def rendezvous(store: Path, world_size: int = 1) -> Rendezvous:
@@ -69,3 +72,27 @@ def test_workers_that_do_not_come_are_named_in_time(tmp_path: Path) -> None:
     ):
         pass
     assert not dist.is_initialized()
+
+
+PROGRAM = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from parallel3d import RowParallelLinear
+
+dist.init_process_group("gloo")
+tp = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+layer = RowParallelLinear(64, 64, tp=tp)
+dist.all_reduce(torch.zeros(4096), group=tp.get_group())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.long
+def test_a_program_ends_well_although_its_mesh_outlives_the_process_group(tmp_path: Path) -> None:
+    """Without the wait, more than half of such programs abort."""
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    command = [*torchrun(2)[:-2], str(script)]
+    for _ in range(5):
+        subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
