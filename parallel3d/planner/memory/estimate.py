@@ -194,8 +194,7 @@ class RankEstimate:
             last = max(made, sent, sent_experts, end_sent)
             return microbatch.embedding - gathered, last - gathered
         block = microbatch.saved + microbatch.backward
-        if not part.layers:  # The stage has only the head.
-            block = 0
+        block *= part.layers > 0  # Else the stage has only the head.
         last = max(block, sent)
         if backward.kind is Kind.INPUT:
             last -= microbatch.halved / 2

@@ -70,8 +70,12 @@ class RankStates:
         self.stages = run.stages_of(rank)
         self.parts = tuple(part for part, _ in self.stages)
         self.splits = layout.splits
-        found = _units(run.shape, self.parts, *self.splits)
-        self.block, self.experts, self.units, self.ends = found
+        (
+            self.block,
+            self.experts,
+            self.units,
+            self.ends,
+        ) = _units(run.shape, self.parts, *self.splits)
 
     @cached_property
     def matrices(self) -> tuple[MuonMatrix, ...]:
@@ -115,12 +119,14 @@ class RankStates:
         is_copied = self.shards > 1 or self.reduce != self.master
         if self.is_sharded or self.layout.replicas == 1 or not is_copied:
             return 0.0
-        bucket = other = max(self.run.bucket_bytes / self.master, self.block.numel)
+        # A bucket is filled with full blocks. The last one may hold the embedding, too.
+        block = self.block.numel
+        bucket = other = -(-self.run.bucket_bytes // (self.master * block)) * block
         if self.experts.numel:  # Experts and the rest of their blocks are in buckets of their own.
-            bucket, other = self.experts.numel, self.block.numel
+            bucket, other = self.experts.numel, block
         sent = 0.0
         for unit, end in zip(self.units, self.ends, strict=True):
-            share = min((bucket + max(other, end.numel)) / unit.numel, 1)
+            share = min((bucket + other + max(end.numel - block, 0)) / unit.numel, 1)
             sent += share * (unit.padded + (self.shards > 1) * unit.shard)
         return self.reduce * sent
 

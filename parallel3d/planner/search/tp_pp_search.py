@@ -280,5 +280,10 @@ class TpPpSearch:
 
 def _all_sharded(parallel: ParallelConfig) -> ParallelConfig:
     """Returns the layout fully sharded over its data-parallel ranks, gathered per microbatch."""
-    strategy = {"sharding": "FULL_SHARD", "gather": "microbatch"}
-    return varied(parallel, dp_shard=parallel.dp, dp_replicate=1, **strategy)
+    return varied(
+        parallel,
+        dp_shard=parallel.dp,
+        dp_replicate=1,
+        sharding="FULL_SHARD",
+        gather="microbatch",
+    )
