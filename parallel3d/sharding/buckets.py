@@ -175,9 +175,11 @@ class Bucket:
     def finish_publish(self, rows: Tensor | None) -> None:
         """Copies all ranks' `rows`, or this rank's master copies if None, into the parameters."""
         wholes = [local_tensor(part.parameter) for part in self.parts]
-        if rows is not None:
-            self._packing.unpack(rows, wholes)
-        elif self.parts[0].has_master:
+        has_master = self.parts[0].has_master
+        if rows is not None:  # Without master copies, this rank's own rows are up to date.
+            own = None if has_master else self._reduction.shard.rank
+            self._packing.unpack(rows, wholes, skipped=own)
+        elif has_master:
             foreach_copy_(wholes, [part.local for part in self.parts])
 
 
@@ -201,23 +203,32 @@ class Packing:
         for part, place in self._places(tensors, packed):
             place.copy_(part)
 
-    def unpack(self, packed: Tensor, tensors: Sequence[Tensor]) -> None:
-        for part, place in self._places(tensors, packed):
+    def unpack(self, packed: Tensor, tensors: Sequence[Tensor], skipped: int | None = None) -> None:
+        """Copies rows back from `packed`, except those of the rank `skipped`."""
+        for part, place in self._places(tensors, packed, skipped):
             part.copy_(place)
 
-    def _places(self, tensors: Sequence[Tensor], packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _places(
+        self, tensors: Sequence[Tensor], packed: Tensor, skipped: int | None = None
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields slices of each tensor [rows, ...] with their positions in `packed`.
 
-        Ranks with a full share of rows come as one slice, then the rank with fewer rows. One copy
-        per rank would take seconds with hundreds of ranks.
+        Ranks with a full share of rows come as one slice, or as those before and after `skipped`.
+        Then comes the rank with fewer rows. One copy per rank would take seconds with hundreds of
+        ranks.
         """
         for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
             places = columns.unflatten(1, (-1, *tensor.shape[1:]))  # [ranks, rows of a share, ...]
             share = places.shape[1]
             full, few = divmod(len(tensor), share)
-            if full:
-                yield tensor[: full * share].unflatten(0, (full, share)), places[:full]
-            if few:
+            ranges = [(0, full)]
+            if skipped is not None:
+                ranges = [(0, min(skipped, full)), (skipped + 1, full)]
+            for start, stop in ranges:
+                if start < stop:
+                    rows = tensor[start * share : stop * share]
+                    yield rows.unflatten(0, (-1, share)), places[start:stop]
+            if few and skipped != full:
                 yield tensor[full * share :], places[full, :few]
 
 
