@@ -32,9 +32,8 @@ class RankEstimate:
         self.run = run
         self.rank = rank
         self.states = states = RankStates(run, rank)
-        self.microbatch = microbatch_bytes(run)
-        self.dense = self.microbatch  # Blocks without experts.
-        if run.shape.first_dense:
+        self.microbatch = self.dense = microbatch_bytes(run)
+        if run.shape.first_dense:  # `dense` is that of blocks without experts.
             self.dense = microbatch_bytes(run, dense=True)
         # Bytes of the next unit, which is all-gathered in advance, and of an all-gathered block, or
         # 0 without sharding. The experts of a block are a unit of their own.
@@ -88,7 +87,7 @@ class RankEstimate:
             halved + head,
             states.item * unsharded,
             unreduced,
-            states.reduced * unit.shard,
+            states.reduced * unit.shard + states.buckets[stage],
         )
 
     def _by_kind(self, counts: tuple[int, ...]) -> list[float]:
@@ -110,16 +109,12 @@ class RankEstimate:
         """Returns the rank's memory at its peak."""
         states = self.states
         run = self.run
-        step = max(states.muon_step_bytes, states.buckets)
+        step = max(states.muon_step_bytes - sum(states.buckets), 0.0)
         moments = [(COMPLETE * len(states.parts), step, "optimizer's step")]
         for backward in self._backwards:
-            first, last = self._temporaries(backward)
-            first += self._head_gradient(backward.before)
-            last += self._head_gradient(backward.after)
-            moments += [
-                (backward.before, first, "backward"),
-                (backward.after, last, "backward"),
-            ]
+            states_of = backward.before, backward.after
+            for state, work in zip(states_of, self._temporaries(backward), strict=True):
+                moments.append((state, work + self._head_gradient(state), "backward"))
         counts, work, moment = max(moments, key=lambda at: sum(map(mul, at[0], self._each)) + at[1])
         saved, halved, unsharded, unreduced, reduced = self._by_kind(counts)
         logits = counts[-5] * self.microbatch.logits * states.parts[-1].head
@@ -127,12 +122,11 @@ class RankEstimate:
         saved += halved - logits
         if run.layout.pp > 1:
             unsharded += 2 * min(SENDS_KEPT, run.layout.microbatches) * self.microbatch.hidden
-        at_work = saved + logits + unsharded + work
-        fragmentation = 0.0
-        context = 0.0
+        fragmentation = context = 0.0
         if not run.on_cpu:
             framework = run.framework
-            fragmentation = framework.fragmentation * at_work + framework.cache_bytes
+            fragmentation = framework.cache_bytes
+            fragmentation += framework.fragmentation * (saved + logits + unsharded + work)
             context = framework.context_bytes
         return RankMemory(
             rank=self.rank,
@@ -171,9 +165,8 @@ class RankEstimate:
         frees_each = layout.gather_cadence == "microbatch"
         microbatch = self.microbatch
         part = states.parts[backward.stage]
-        if part.dense:  # The stage has blocks with and without experts, or only the latter.
-            kinds = [self.dense, self.microbatch][: 1 + (part.layers > part.dense)]
-            microbatch = max(kinds, key=lambda kind: kind.saved + kind.backward)
+        if part.dense:  # The stage has blocks without experts.
+            microbatch = max(self.dense, microbatch, key=lambda kind: kind.saved + kind.backward)
         sent = self._sent(backward, states.block)
         sent_experts = self._sent(backward, states.experts)
         experts = states.experts.numel
@@ -196,7 +189,8 @@ class RankEstimate:
         block = microbatch.saved + microbatch.backward
         block *= part.layers > 0  # Else the stage has only the head.
         last = max(block, sent)
-        if backward.kind is Kind.INPUT:
+        # The gradient of the embedding is made in this half, too.
+        if backward.kind is Kind.INPUT and not part.embedding:
             last -= microbatch.halved / 2
         freed = self.block
         if states.frees_forward:
@@ -204,9 +198,8 @@ class RankEstimate:
             block += self.block + self.ahead
             last += self.block - self.ahead  # Of experts.
         # Gradients in reduction add memory, unless unreduced gradients are counted already.
-        others = 1 - 1 / max(part.layers, 1)
-        if experts and part.layers > 1:  # Each block fills its own buckets.
-            others = 1
+        # With experts, each block fills its own buckets.
+        others = 1 if experts else 1 - 1 / max(part.layers, 1)
         if states.is_sharded:
             others = not backward.has_gradients or states.reduces_each
         # Bytes that the last two blocks keep for their backward passes, which free them.
@@ -237,20 +230,23 @@ class RankEstimate:
         if part.head:
             if part.embedding and self.run.shape.tied_embeddings:
                 first += end_made
-            loss = microbatch.loss + self.ahead * states.frees_forward
             passed = microbatch.saved_by_head
             if backward.kind is Kind.INPUT:
                 passed = microbatch.logits
-            first = max(loss, max(first, end_sent) - passed)
+            first = max(
+                microbatch.loss + self.ahead * states.frees_forward,
+                max(first, end_sent) - passed,
+            )
         is_late = states.item == states.master and not states.is_sharded
         if self.run.shape.saved and is_late and not backward.has_gradients:
             first -= states.master * states.units[backward.stage].numel  # of gradients not made yet
         if part.embedding:
             last = max(last, microbatch.embedding, end_made + end_sent)
-        if states.reduces_each and not backward.is_last:
+        if backward.is_last:  # The state after it has the buckets.
+            last -= states.buckets[backward.stage]
+        elif states.reduces_each:
             # The gradient in flight (`_bytes`) is that of a block, and not of the embedding.
-            excess = max(0, end.padded - states.block.padded)
-            last -= states.reduce * excess
+            last -= states.reduce * max(0, end.padded - states.block.padded)
         return first, last
 
     def _sent(self, backward: Backward, unit: Unit) -> float:
@@ -260,4 +256,4 @@ class RankEstimate:
             return 0.0
         if states.is_sharded:
             return states.reduce * unit.padded + states.reduced * unit.shard
-        return states.buckets
+        return states.buckets[backward.stage]

@@ -70,14 +70,7 @@ def fullest_backwards(
         if is_last and kind is Kind.BACKWARD:
             stages[stage] = COMPLETE
         if kind is not Kind.FORWARD:
-            found = Backward(
-                stage,
-                kind,
-                is_last,
-                gradients,
-                before,
-                sum(stages, ()),
-            )
+            found = Backward(stage, kind, is_last, gradients, before, sum(stages, ()))
             same = (*found[:4], found.before[3::5])
             if same not in fullest or found.waiting > fullest[same].waiting:
                 fullest[same] = found

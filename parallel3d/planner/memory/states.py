@@ -68,14 +68,9 @@ class RankStates:
         if run.offloads or not self.is_sharded:
             self.reduced = 0.0
         self.stages = run.stages_of(rank)
-        self.parts = tuple(part for part, _ in self.stages)
+        self.parts = parts = tuple(part for part, _ in self.stages)
         self.splits = layout.splits
-        (
-            self.block,
-            self.experts,
-            self.units,
-            self.ends,
-        ) = _units(run.shape, self.parts, *self.splits)
+        self.block, self.experts, self.units, self.ends = _units(run.shape, parts, *self.splits)
 
     @cached_property
     def matrices(self) -> tuple[MuonMatrix, ...]:
@@ -114,21 +109,22 @@ class RankStates:
         return muon_step_bytes(self.matrices, ranks=ranks, item_bytes=muon.item_bytes)
 
     @cached_property
-    def buckets(self) -> float:
-        """Bytes of replicated gradients copied for their reduction: two buckets per stage."""
+    def buckets(self) -> list[float]:
+        """Bytes of replicated gradients copied for their reduction: two buckets of each stage."""
         is_copied = self.shards > 1 or self.reduce != self.master
         if self.is_sharded or self.layout.replicas == 1 or not is_copied:
-            return 0.0
+            return [0.0] * len(self.parts)
         # A bucket is filled with full blocks. The last one may hold the embedding, too.
         block = self.block.numel
         bucket = other = -(-self.run.bucket_bytes // (self.master * block)) * block
         if self.experts.numel:  # Experts and the rest of their blocks are in buckets of their own.
             bucket, other = self.experts.numel, block
-        sent = 0.0
+        sent = []
         for unit, end in zip(self.units, self.ends, strict=True):
             share = min((bucket + other + max(end.numel - block, 0)) / unit.numel, 1)
-            sent += share * (unit.padded + (self.shards > 1) * unit.shard)
-        return self.reduce * sent
+            copied = share * (unit.padded + (self.shards > 1) * unit.shard)
+            sent.append(self.reduce * copied)
+        return sent
 
 
 @lru_cache(maxsize=4096)

@@ -134,8 +134,10 @@ def microbatch_bytes(run: PlannedRun, *, dense: bool = False) -> MicrobatchBytes
         has_dropout=run.optimizer.has_attention_dropout,
         has_chunks=layout.cp > 1,
     )
-    kind = "cpu" if run.on_cpu else "cuda"
-    on = AttentionDevice(kind, capability=_CAPABILITIES.get(device.family, (8, 0)))
+    on = AttentionDevice(
+        "cpu" if run.on_cpu else "cuda",
+        capability=_CAPABILITIES.get(device.family, (8, 0)),
+    )
     kind_of_block = ForeignBlock if shape.saved else BlockActivations
     kernel = shape.saved.kernel if shape.saved else attention_kernel(call, on)
     block = kind_of_block(
@@ -159,12 +161,11 @@ def microbatch_bytes(run: PlannedRun, *, dense: bool = False) -> MicrobatchBytes
         tp=layout.tp,
         gpu_bytes=device.gpu_bytes,
     )
-    adds_in_place = layout.strategy in REPLICATED
     return _microbatch_bytes(
         block,
         layout.recompute,
         chunk,
-        adds_in_place=adds_in_place,
+        adds_in_place=layout.strategy in REPLICATED,
     )
 
 
