@@ -305,7 +305,7 @@ class ParallelConfig:
     # Keep sharded parameters, gradients and optimizer states in CPU memory. A block's parameters
     # are on the GPU only while they are all-gathered.
     offload: bool = False
-    # NO_SHARD and SHARD_OPTIMIZER: minimum size of a gradient bucket in MiB. None: 25 on CPUs, 100
+    # NO_SHARD and SHARD_OPTIMIZER: minimum size of a gradient bucket in MiB. None: 10 on CPUs, 100
     # on GPUs.
     bucket_mib: Positive | None = None
     # Split the sequence over the tensor-parallel ranks in norms, dropout and residual additions,
