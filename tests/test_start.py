@@ -168,8 +168,8 @@ def test_a_folder_of_transformers_is_compared_with_the_recipe_before_a_worker_st
     assert find_start(str(tmp_path)) == [tmp_path]
     assert check_start(tmp_path, model) == []
     assert check_start(tmp_path, RECIPE.model) == [
-        f"model.norm_eps = 1e-05: the weights in {tmp_path} have 1e-06",
         f"model.rope_theta = 10000.0: the weights in {tmp_path} have 500000.0",
+        f"model.norm_eps = 1e-05: the weights in {tmp_path} have 1e-06",
     ]
     with pytest.raises(ConfigError) as refusal:
         check_start(tmp_path, replace(model, heads=4, tied_embeddings=True))

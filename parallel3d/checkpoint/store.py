@@ -42,19 +42,27 @@ from parallel3d.launch.run_dir import STEP_FOLDERS
 
 _NAME = re.compile(r"step_\d{8,}")
 CONFIG_JSON = "config.json"
-# Properties of ModelConfig that must agree with the weights.
-_SAME = [
-    *["architecture", "layers", "hidden", "heads", "key_value_heads", "head_size", "ffn_hidden"],
-    *["vocab", "max_positions", "qkv_bias", "qk_norm", "tied_embeddings"],
-]
 # Keys of a config.json that do not change the computation.
 _UNRELATED = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-# Properties of ModelConfig that a run may change.
+# Keys of the model that are not in a config.json. `experts` are compared one by one.
+_OWN = [
+    "name",
+    "config",
+    "options",
+    "tp_rules",
+    "stages",
+    "init_std",
+    "dropout",
+    "attention_dropout",
+    "experts",
+]
+_COMPARED = [key for key in ModelConfig.__dataclass_fields__ if key not in _OWN]
+# Keys that a run may change.
 _MAY_DIFFER = ["norm_eps", "rope_theta", "rope_scaling", "window"]
 # Router biases start from 0, because files do not have them.
 _EXPERTS = [f"experts.{key}" for key in ExpertsConfig.__dataclass_fields__ if key != "bias_rate"]
-# Recipe keys of the properties that have a different name.
-_KEYS = {"key_value_heads": "kv_heads", "head_size": "head_dim"}
+# Properties of ModelConfig that fill in the default of a key.
+_PROPERTIES = {"kv_heads": "key_value_heads", "head_dim": "head_size"}
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
@@ -156,15 +164,14 @@ def check_start(start: Path, model: ModelConfig) -> list[str]:
     errors = [*ignored_keys(config, path)]
     notes = list[str]()
     experts = ["experts"] if theirs.experts is None else _EXPERTS
-    for name in (*_SAME, *_MAY_DIFFER, *experts):
-        there, here = (shown(_value(each, name)) for each in (theirs, model))
+    for key in (*_COMPARED, *experts):
+        there, here = (shown(_value(each, key)) for each in (theirs, model))
         if there != here:
-            key = f"model.{_KEYS.get(name, name)}"
-            words = f"{key} = {here}: the weights in {start} have {there}"
-            if name in _MAY_DIFFER:
+            words = f"model.{key} = {here}: the weights in {start} have {there}"
+            if key in _MAY_DIFFER:
                 notes.append(words)
             else:
-                errors.append(f"{words}; try {key}={there}")
+                errors.append(f"{words}; try model.{key}={there}")
     if errors:
         raise ConfigError("\n".join(errors))
     return notes
@@ -172,6 +179,7 @@ def check_start(start: Path, model: ModelConfig) -> list[str]:
 
 def _value(model: ModelConfig, name: str) -> Any:
     section, _, key = name.rpartition(".")
+    key = _PROPERTIES.get(key, key)
     return getattr(getattr(model, section) if section else model, key, None)
 
 

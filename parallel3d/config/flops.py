@@ -5,14 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-def block_weights(
-    *, hidden: int, query_hidden: int, kv_hidden: int, ffn_hidden: int, ffn_matrices: int
-) -> int:
-    """Returns the number of weights in the matrices of one block: query, key, value and output
-    projections, and MLP."""
-    return hidden * (2 * query_hidden + 2 * kv_hidden + ffn_matrices * ffn_hidden)
-
-
 def attended_keys(seq_len: int, window: int | None) -> float:
     """Returns the number of keys per query that `training_flops_per_token` counts.
 

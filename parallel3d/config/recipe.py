@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal, NamedTuple
 from annotated_types import MinLen
 
 from parallel3d.config.experts import ExpertsConfig
-from parallel3d.config.flops import block_weights
 from parallel3d.config.ranges import in_range
 from parallel3d.config.sharding_strategies import (
     Cadence,
@@ -211,13 +210,9 @@ class ModelConfig:
         if self.experts is not None and self.has_experts(layer):
             ffn_hidden = self.experts.per_token * self.experts.hidden + self.experts.shared_hidden
             router = self.hidden * self.experts.count
-        return router + block_weights(
-            hidden=self.hidden,
-            query_hidden=self.query_hidden,
-            kv_hidden=self.key_value_heads * self.head_size,
-            ffn_hidden=ffn_hidden,
-            ffn_matrices=2 if self.architecture == "gpt" else 3,  # llama's MLP has a gate
-        )
+        attention = 2 * self.query_hidden + 2 * self.key_value_heads * self.head_size
+        matrices = 2 if self.architecture == "gpt" else 3  # llama's MLP has a gate
+        return router + self.hidden * (attention + matrices * ffn_hidden)
 
     def part_costs(self, seq_len: int) -> PartCosts:
         """Returns the costs of embedding, block and head, used to balance the pipeline stages
