@@ -42,13 +42,17 @@ def question_of(recipe: Recipe) -> PlanRequest:
 
 def check_host(recipe: Recipe, ranks: int, free: FreeMemory | None = None) -> None:
     """Raises ConfigError if `ranks` ranks on the CPUs of this host need more memory than `free`
-    (default: what the system reports). Skips ranks that may use GPUs and custom models."""
+    (default: what the system reports). Skips ranks that may use GPUs, and models that the planner
+    does not know."""
     device, free = recipe.train.device, free or free_memory()
     may_have_gpu = device == "cuda" or (device == "auto" and has_gpu_files())
-    if may_have_gpu or free is None or recipe.model.is_custom:
+    if may_have_gpu or free is None:
         return
     on_cpu = replace(recipe, train=replace(recipe.train, device="cpu"))
-    needed = _host_bytes(on_cpu, ranks)
+    try:
+        needed = _host_bytes(on_cpu, ranks)
+    except ConfigError:
+        return  # The planner does not know this model.
     if needed <= free.bytes_:
         return
     parameters = si(total_parameters(from_config(recipe.model)))

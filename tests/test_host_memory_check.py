@@ -3,6 +3,7 @@ hold."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.launch.free_memory import FreeMemory, free_memory
 from parallel3d.recipes import named_recipe
 from parallel3d.recipes.host_memory_check import check_host
+from tests.hf_memory_grid import model_section
 
 GIB = 1 << 30
 
@@ -62,3 +64,12 @@ def test_a_batch_that_does_not_fit_is_answered_with_a_leaner_layout() -> None:
     ):
         check_host(quickstart(*large), 8, free)
     check_host(quickstart(*large, "parallel.recompute=full", "parallel.microbatch_size=1"), 8, free)
+
+
+def test_a_model_of_transformers_is_checked_and_a_class_of_your_own_is_not(tmp_path: Path) -> None:
+    config = model_section("llama", tmp_path)
+    recipe = quickstart("parallel.tp=1", "parallel.pp=1", "parallel.dp_shard=1")
+    free = FreeMemory(2 * GIB, "the system")
+    with pytest.raises(ConfigError, match="2.0 GiB; try"):
+        check_host(replace(recipe, model=config), 1, free)
+    check_host(replace(recipe, model=replace(config, architecture="mine:Model")), 1, free)
