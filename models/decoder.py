@@ -44,6 +44,7 @@ class DecoderParts:
         activation: Activation of the MLP.
         rotary: Rotary embedding. None means that `embed` adds positions.
         mlp_bias: If True, the linear layers of the MLP have biases.
+        attention_class: Class of the attention, called like `ParallelAttention`.
 
     Example:
         >>> embed = parallel3d.VocabParallelEmbedding(config.vocab, config.hidden, tp=context)
@@ -63,6 +64,7 @@ class DecoderParts:
     activation: Activation
     rotary: RotaryEmbedding | None = None
     mlp_bias: bool = False
+    attention_class: type[ParallelAttention] = ParallelAttention
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,7 @@ class Block(nn.Module):
         super().__init__()
         D, name = config.hidden, f"layers.{index}"
         self.attention_norm = parts.norm()
-        self.attention = ParallelAttention(
+        self.attention = parts.attention_class(
             D,
             config.heads,
             config.key_value_heads,
