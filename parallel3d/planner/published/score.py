@@ -94,9 +94,7 @@ class Score:
         """Returns a JSON tree with rounded floats and the ranges of each prediction."""
         tree = asdict(self)
         for case, row in zip(self.cases, tree["cases"], strict=True):
-            row["ranges"] = None
-            if case.spread is not None:
-                row["ranges"] = _ranges(case.predicted, case.spread)
+            row["ranges"] = case.spread and _ranges(case.predicted, case.spread)
             del row["spread"]
         return rounded(tree)
 
@@ -126,31 +124,29 @@ def score(
     """
     scored: list[ScoredCase] = []
     skipped = list(file.skipped)
-    duplicates = {case.id for case in file.cases if "duplicate" in case.tags}
+    of_source: dict[str, list[ScoredCase]] = defaultdict(list)
+    of_reason: dict[str, list[ScoredCase]] = defaultdict(list)
     for case in file.cases:
         try:
             spread = None if spread_of_case is None else spread_of_case(case)
             predicted = (predict or predict_case)(case)
-            scored.append(_score_case(case, predicted, spread))
+            one = _score_case(case, predicted, spread)
         except (ArithmeticError, LookupError, ValueError) as problem:
             skipped.append((case.id, f"cannot be predicted ({problem})"))
-    counted: list[ScoredCase] = []
-    of_source: dict[str, list[ScoredCase]] = defaultdict(list)
-    of_reason: dict[str, list[ScoredCase]] = defaultdict(list)
-    for one in scored:
+            continue
+        scored.append(one)
         if one.apart:
             of_reason[one.apart].append(one)
-        elif one.id not in duplicates:
-            counted.append(one)
+        elif "duplicate" not in case.tags:
             of_source[one.source].append(one)
+    counted = sum(of_source.values(), [])
     sizes = [abs(one.error_pct) for one in counted if one.error_pct is not None]
     return Score(
         cases=tuple(scored),
         skipped=tuple(skipped),
         median_abs_error_pct=median(sizes) if sizes else None,
         worst_abs_error_pct=max(sizes, default=None),
-        throughput=_errors(counted, "throughput"),
-        memory=_errors(counted, "memory"),
+        **_totals(counted),
         fit=_fit(counted),
         by_source={name: _totals(group) for name, group in of_source.items()},
         apart={name: _totals(group) for name, group in of_reason.items()},
