@@ -46,12 +46,9 @@ def scales_of(runs: Sequence[MeasuredRun]) -> Scales:
     peaks = [log(each.memory_bytes or 1) for each in weighed]
     deviations = _ALIKE if len(timed) < 2 else _EACH
     logs = _fit(lambda x: [_log_time(each, x) for each in timed], steps, deviations)
-    devices, node, network = logs * (3 // len(logs))
     memory = _fit(lambda x: [_log_memory(each, x) for each in weighed], peaks, _MEMORY)
-    return Scales(
-        arithmetic=exp(devices),
-        node=exp(node),
-        network=exp(network),
+    return replace(
+        _time_scales(logs),
         memory=exp(memory[0]),
         timed=tuple(each.run.framework.name for each in timed),
         weighed=tuple(each.run.framework.name for each in weighed),
@@ -71,7 +68,7 @@ def _fit(
     count = len(deviations)
     x = np.zeros(count)
     prior = np.diag(1 / np.square(deviations))
-    for _ in range(_ROUNDS if measured else 0):
+    for _ in range(_ROUNDS):
         here = np.array(predict(x.tolist()))
         columns = []
         for axis in np.eye(count):
@@ -84,10 +81,14 @@ def _fit(
     return found
 
 
-def _log_time(each: MeasuredRun, logs: Logs) -> float:
+def _time_scales(logs: Logs) -> Scales:
+    """Returns the scales of devices, node and network from their logarithms, or a common one."""
     devices, node, network = [*logs] * (3 // len(logs))
-    scales = Scales(arithmetic=exp(devices), node=exp(node), network=exp(network))
-    scaled = replace(each.run, cluster=with_scales(each.run.cluster, scales))
+    return Scales(arithmetic=exp(devices), node=exp(node), network=exp(network))
+
+
+def _log_time(each: MeasuredRun, logs: Logs) -> float:
+    scaled = replace(each.run, cluster=with_scales(each.run.cluster, _time_scales(logs)))
     return log(step_cost(scaled).step_time_s)
 
 
