@@ -56,11 +56,7 @@ _NOTES = {
 # Names of frameworks with the default stacks `softmax` (for GELU models before Hopper) and `fused`.
 _OLD_STACK = re.compile("megatron-(lm|deepspeed)$|nemo megatron|neox|zero-bubble|^deepspeed zero")
 _FUSED = re.compile("megatron|core|nemo|bridge|megascale|flagscale|primus|llm.c")
-_RECOMPUTES: tuple[tuple[Recompute, int], ...] = (
-    ("none", 2),
-    ("every_n", 2),
-    ("full", 2),
-)
+_RECOMPUTES: tuple[Recompute, ...] = ("none", "every_n", "full")
 
 
 class _Model(BaseModel):
@@ -244,15 +240,13 @@ class _Case:
             raise ValueError(f"{name}: must be an object with keys and values")
         given: dict[str, Any] = {}
         for key in kind.model_fields:
-            values = {
-                "": stated.get(key, stated.get(_NOTES.get(key))),
-                "inferred": inferred.get(key),
-            }
-            origin = next((each for each, value in values.items() if value is not None), "default")
-            if origin:
+            value = stated.get(key, stated.get(_NOTES.get(key)))
+            if value is None:
+                value = inferred.get(key)
+                origin = "default" if value is None else "inferred"
                 self.filled.append(f"{name}.{key} ({origin})")
-            if origin in values:
-                given[key] = _first_word(key, values[origin])
+            if value is not None:
+                given[key] = _first_word(key, value)
         try:
             return kind.model_validate(given)
         except ValidationError as error:
@@ -298,9 +292,8 @@ class _Case:
         if self.train.activation_recompute is not None:
             return run
         # If the source does not state the recompute, assume the least that fits, or full.
-        for recompute, every in _RECOMPUTES:
-            layout = replace(run.layout, recompute=recompute, recompute_every=every)
-            tried = replace(run, layout=layout)
+        for recompute in _RECOMPUTES:
+            tried = replace(run, layout=replace(run.layout, recompute=recompute))
             if needed_bytes(tried, memory_by_rank(tried)) <= run.cluster.device.memory_bytes:
                 break
         return tried
@@ -353,8 +346,10 @@ class _Case:
         if shape.layers + 2 < pp * virtual:
             virtual = 1
         schedule = parallel.schedule
-        if schedule.startswith("interleaved") or virtual > 1:
-            schedule = "interleaved_1f1b" if virtual > 1 else "1f1b"
+        if virtual > 1:
+            schedule = "interleaved_1f1b"
+        elif schedule.startswith("interleaved"):
+            schedule = "1f1b"
         is_split = parallel.sequence_parallel
         if is_split is None:
             is_split = self.framework.attention == "flash"
