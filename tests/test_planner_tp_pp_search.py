@@ -97,7 +97,7 @@ def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(
     """The fastest and the lowest are compared with those among all layouts, each priced and
     weighed."""
     asked = request(memory_fraction, seq_len=seq_len, model=model)
-    for (tp, pp), own in families(asked).items():
+    for own in families(asked).values():
         jobs = {
             parallel: asked.planned_run(parallel)
             for family in own
@@ -109,7 +109,7 @@ def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(
             for p, bytes_ in held.items()
             if bytes_ <= asked.usable_bytes
         ]
-        cut = TpPpSearch(asked, tp, pp, own, {})
+        cut = TpPpSearch(asked, own, {})
         told = [priced.step_time_s for priced in cut.fastest()]
         assert told == sorted(told)
         assert told[:1] == sorted(times)[:1]

@@ -132,7 +132,7 @@ def sweep(request: PlanRequest, sizes: Iterable[int]) -> dict[int, Strategy | st
 
 def _searches(request: PlanRequest) -> list[TpPpSearch]:
     blocks: BlockTimeCache = {}
-    return [TpPpSearch(request, *sizes, own, blocks) for sizes, own in families(request).items()]
+    return [TpPpSearch(request, own, blocks) for own in families(request).values()]
 
 
 def _no_layout(request: PlanRequest) -> str:
@@ -174,7 +174,7 @@ def _best_by_closed_form(
             best += {first, put_in_order(request, own)[0]}
             if len(searches) == 1:
                 best += own + [*islice(in_time, top)]
-        elif not each.is_cut_short:
+        elif not each.waiting:
             without.append(each)
     return best, without
 

@@ -68,36 +68,33 @@ class TpPpSearch:
     """Searches the layouts of one tp x pp.
 
     `checked` counts the layouts whose memory was computed. `priced` has those of `fastest`, also if
-    they do not fit. `is_cut_short` is True if `fastest` stopped at `within_s` with layouts left.
+    they do not fit. `waiting` has the heap entries that `fastest` has not reached yet.
     """
 
     def __init__(
         self,
         request: PlanRequest,
-        tp: int,
-        pp: int,
         families: list[ParallelConfig],
         blocks: BlockTimeCache,
     ) -> None:
         """`blocks` is a cache that searches for the same model and cluster share."""
-        self.tp = tp
-        self.pp = pp
+        pp = families[0].pp
         self.checked = 0
         self.priced: list[Candidate] = []
-        self.is_cut_short = False
         self._request = request
         self._families = [_Family(parallel, CostCache(blocks)) for parallel in families]
         self._recompute_choices = recompute_choices(request, pp)
+        self._has_single_blocks = request.shape.layers <= pp  # one block per rank
         self._pushed = count()
         self._states: dict[object, float] = {}
 
     @property
     def least_s(self) -> float:
         """Lower bound of the step time of all remaining layouts."""
-        return self._heap[0].least_s
+        return self.waiting[0].least_s
 
     @cached_property
-    def _heap(self) -> list[_Waiting]:
+    def waiting(self) -> list[_Waiting]:
         """The heap. Initially, an entry has all families with equal microbatch times."""
         groups: dict[object, list[_Family]] = {}
         for family in self._families:
@@ -115,11 +112,8 @@ class TpPpSearch:
         A data-parallel layout appears with the least recompute that fits. Selective and every_n
         may both appear.
         """
-        while self._heap:
-            least_s, _, families, layout, recompute = heappop(self._heap)
-            if least_s > within_s:
-                self.is_cut_short = True
-                break
+        while self.waiting and self.least_s <= within_s:
+            least_s, _, families, layout, recompute = heappop(self.waiting)
             for family in families:
                 if recompute is None:
                     self._push_family(family, self._recompute_choices[0])
@@ -128,7 +122,7 @@ class TpPpSearch:
                 else:
                     self.checked += 1
                     usable = self._request.usable_bytes
-                    run = self._request.planned_run(recompute.of(layout))
+                    run = self._request.planned_run(layout)
                     bytes_ = worst_rank(run, enough=usable).total
                     priced = Candidate(layout, least_s, bytes_)
                     self.priced.append(priced)
@@ -140,11 +134,11 @@ class TpPpSearch:
     def _push(
         self,
         least_s: float,
-        families: list[_Family],
+        family: _Family,
+        recompute: RecomputeChoice,
         layout: ParallelConfig | None = None,
-        recompute: RecomputeChoice | None = None,
     ) -> None:
-        heappush(self._heap, _Waiting(least_s, next(self._pushed), families, layout, recompute))
+        heappush(self.waiting, _Waiting(least_s, next(self._pushed), [family], layout, recompute))
 
     def _push_family(self, family: _Family, kind: RecomputeChoice) -> None:
         """Pushes a family with this recompute, or with more if its memory bound is too high."""
@@ -152,11 +146,10 @@ class TpPpSearch:
         choices = self._recompute_choices
         if self._family_lower_bound(family, kind) <= usable:
             run = self._request.planned_run(kind.of(family.parallel))
-            self._push(least_step_s(run, known=family.known), [family], None, kind)
+            self._push(least_step_s(run, known=family.known), family, kind)
             return
         # With one block per rank, recompute needs more memory, so do not prune by the last choice.
-        is_single = self._request.shape.layers <= self.pp
-        if is_single or self._family_lower_bound(family, choices[-1]) <= usable:
+        if self._has_single_blocks or self._family_lower_bound(family, choices[-1]) <= usable:
             for more in more_recompute(choices, kind):
                 self._push_family(family, more)
 
@@ -173,15 +166,14 @@ class TpPpSearch:
         layout = kind.of(way)
         run = self._request.planned_run(layout)
         cost = step_cost(run, exact=False, known=family.known)
-        self._push(cost.step_time_s, [family], layout, kind)
+        self._push(cost.step_time_s, family, kind, layout)
 
     def _push_less_memory(
         self, family: _Family, way: ParallelConfig, kind: RecomputeChoice
     ) -> None:
         """Pushes a layout's variants with more recompute and with gathers for each microbatch."""
         choices = self._recompute_choices
-        most = choices[-1]
-        if kind == most or self._lower_bound(family, way, most) <= self._request.usable_bytes:
+        if self._lower_bound(family, way, choices[-1]) <= self._request.usable_bytes:
             for more in more_recompute(choices, kind):
                 self._push_layout(family, way, more)
         if kind in family.first:
@@ -197,28 +189,26 @@ class TpPpSearch:
         # With several blocks per rank, the last choice always needs the least memory, so only it
         # is checked. With one block, recompute can need more memory than no recompute.
         choices = self._recompute_choices
-        if self._request.shape.layers > self.pp:
+        if not self._has_single_blocks:
             choices = choices[-1:]
         bounds = []
         for family in self._families:
             for kind in choices:
                 bounds.append((self._family_lower_bound(family, kind), family, kind))
         found: Candidate | None = None
-        most = within
         for bound, family, kind in sorted(bounds, key=lambda each: each[0]):
-            if bound > most:
+            if bound > within:
                 break
             ways: Iterable[ParallelConfig] = self._ways(family)
             if not is_any:  # Start with low bounds to exclude the others early.
                 ways = sorted(ways, key=lambda way: self._lower_bound(family, way, kind))
             for way in ways:
-                if self._lower_bound(family, way, kind) > most:
+                if self._lower_bound(family, way, kind) > within:
                     continue
-                parallel = kind.of(way)
                 bytes_ = self._layout_bytes(family, way, kind)
-                if bytes_ < most or (found is None and bytes_ == most):
-                    found = Candidate(parallel, inf, bytes_)
-                    most = bytes_
+                if bytes_ < within or (found is None and bytes_ == within):
+                    found = Candidate(kind.of(way), inf, bytes_)
+                    within = bytes_
                     if is_any:
                         return found
         return found
@@ -258,8 +248,14 @@ class TpPpSearch:
         """
         if not self._request.framework.is_parallel3d:
             return self._layout_bytes(family, way, kind)
-        shards = way.dp_shard * way.cp
-        key = (way.schedule, way.virtual_stages, way.strategy, shards, way.ep, way.gather)
+        key = (
+            way.schedule,
+            way.virtual_stages,
+            way.strategy,
+            way.shard_ranks,
+            way.ep,
+            way.gather,
+        )
         if key not in self._states:
             run = self._request.planned_run(way)
             self._states[key], _ = RankEstimate(run, 0).least_bytes
@@ -279,11 +275,5 @@ class TpPpSearch:
 
 
 def _all_sharded(parallel: ParallelConfig) -> ParallelConfig:
-    """Returns the layout fully sharded over its data-parallel ranks, gathered per microbatch."""
-    return varied(
-        parallel,
-        dp_shard=parallel.dp,
-        dp_replicate=1,
-        sharding="FULL_SHARD",
-        gather="microbatch",
-    )
+    """Returns the layout of a family that is fully sharded and gathered per microbatch."""
+    return varied(parallel, sharding="FULL_SHARD", gather="microbatch")
