@@ -311,14 +311,12 @@ class _Case:
         return "fused" if _FUSED.search(name) else "eager"
 
     def _framework(self) -> FrameworkProfile:
-        train = self.train
         stack = self.tree.get("stack") or self._usual_stack()
         if stack not in STACKS:
             raise ValueError(f"stack = {stack}: must be one of {', '.join(STACKS)}")
         framework = in_precision(STACKS[stack], self.precision)
-        stated = {name: getattr(train, name) for name in ("attention", "dropout", "gradient_bytes")}
-        changes = {name: value for name, value in stated.items() if value is not None}
-        return replace(framework, **changes)
+        stated = {"attention", "dropout", "gradient_bytes"}
+        return replace(framework, **self.train.model_dump(include=stated, exclude_none=True))
 
     def _layout(self, shape: ModelShape) -> RunLayout:
         """Returns the layout. Raises ValueError if sizes do not divide each other."""
@@ -330,7 +328,7 @@ class _Case:
         others = parallel.tp * pp * parallel.cp
         gpus = self.hardware.gpus
         dp, rest = divmod(gpus, others)
-        if rest or not dp:
+        if rest:
             rule = f"must be a multiple of tp x pp x cp = {others}"
             raise ValueError(f"hardware.gpus = {gpus}: {rule}")
         zero = parallel.zero_stage
@@ -353,9 +351,10 @@ class _Case:
         is_split = parallel.sequence_parallel
         if is_split is None:
             is_split = self.framework.attention == "flash"
-        usual_batch = dp * train.micro_batch * (8 if pp > 1 else 1)
-        batch = train.global_batch_sequences or usual_batch
-        microbatches = max(1, round(batch / (dp * train.micro_batch)))
+        usual = 8 if pp > 1 else 1
+        at_once = dp * train.micro_batch
+        batch = train.global_batch_sequences or usual * at_once
+        microbatches = max(1, round(batch / at_once))
         return RunLayout(
             pp=pp,
             dp_shard=dp,
