@@ -61,8 +61,7 @@ def _recipe(request: PlanRequest, parallel: ParallelConfig) -> Recipe:
     shape = request.planned_shape(parallel.tp)
     experts = shape.experts
     if experts is not None:
-        names = [field.name for field in fields(ExpertsConfig)]
-        known = {name: getattr(experts, name) for name in names}
+        known = {key.name: getattr(experts, key.name) for key in fields(ExpertsConfig)}
     model = ModelConfig(
         layers=shape.layers,
         hidden=shape.hidden,
@@ -201,13 +200,9 @@ def count_layouts(request: PlanRequest) -> int:
     """Counts the layouts of the search space."""
     found = 0
     for (_, pp), own in families(request).items():
-        ways = 0
+        kinds = len(recompute_choices(request, pp))
         for family in own:
-            for way in data_axis_splits(request, family):
-                ways += 1
-                if per_microbatch_variant(request, way) is not None:
-                    ways += 1
-        found += ways * len(recompute_choices(request, pp))
+            found += kinds * len([*data_layouts(request, family)])
     return found
 
 
@@ -241,6 +236,15 @@ def more_recompute(
     most = 2 if choice.recompute == "none" else 1
     after = choices.index(choice) + 1
     return choices[after : after + most]
+
+
+def data_layouts(request: PlanRequest, family: ParallelConfig) -> Iterator[ParallelConfig]:
+    """Yields the data-parallel layouts of a family, including per-microbatch variants."""
+    for way in data_axis_splits(request, family):
+        yield way
+        variant = per_microbatch_variant(request, way)
+        if variant is not None:
+            yield variant
 
 
 def data_axis_splits(request: PlanRequest, family: ParallelConfig) -> Iterator[ParallelConfig]:
@@ -294,9 +298,9 @@ def _strategies(
         if asked is not None or not framework.splits_optimizer_alone:
             return [asked]
         return ["SHARD_OPTIMIZER"] if replicas == 1 or fixed.dp_shard is not None else []
-    if asked is not None and replicas > 1:
-        return [HYBRID_OF.get(asked, asked)]
     if asked is not None:
+        if replicas > 1:
+            return [HYBRID_OF.get(asked, asked)]
         return [] if asked in HYBRID_OF.values() else [asked]
     found: list[ShardingName | None] = []
     if dp_shard == 1:
@@ -315,7 +319,7 @@ def per_microbatch_variant(request: PlanRequest, layout: ParallelConfig) -> Para
     fixed = request.fixed
     if not request.framework.is_parallel3d or fixed.gather or fixed.reduce:
         return None
-    if layout.dp_shard * layout.cp == 1:
+    if layout.shard_ranks == 1:
         return None
     variant = varied(layout, gather="microbatch", reduce="microbatch")
     return None if any(sharding_errors(variant)) else variant
@@ -347,10 +351,8 @@ def check_fixed(request: PlanRequest) -> None:
         )
         for error in expert_errors(_recipe(request, most)):
             raise ConfigError(error)
-    axes = least.axes
-    sizes = {axis: getattr(fixed, axis) for axis in axes if getattr(fixed, axis)}
-    size = prod(sizes.values())
-    if gpus % size:
+    sizes = {axis: getattr(fixed, axis) for axis in least.axes if getattr(fixed, axis)}
+    missing = -gpus % prod(sizes.values())
+    if missing:
         text = " x ".join(f"{axis} = {value}" for axis, value in sizes.items())
-        missing = size - gpus % size
         raise ConfigError(f"{text}: must divide gpus = {gpus}; try --gpus {gpus + missing}")

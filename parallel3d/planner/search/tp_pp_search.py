@@ -24,6 +24,7 @@ from parallel3d.planner.search.request import Candidate, PlanRequest
 from parallel3d.planner.search.space import (
     RecomputeChoice,
     data_axis_splits,
+    data_layouts,
     more_recompute,
     per_microbatch_variant,
     recompute_choices,
@@ -199,7 +200,7 @@ class TpPpSearch:
         for bound, family, kind in sorted(bounds, key=lambda each: each[0]):
             if bound > within:
                 break
-            ways: Iterable[ParallelConfig] = self._ways(family)
+            ways: Iterable[ParallelConfig] = data_layouts(self._request, family.parallel)
             if not is_any:  # Start with low bounds to exclude the others early.
                 ways = sorted(ways, key=lambda way: self._lower_bound(family, way, kind))
             for way in ways:
@@ -212,13 +213,6 @@ class TpPpSearch:
                     if is_any:
                         return found
         return found
-
-    def _ways(self, family: _Family) -> Iterator[ParallelConfig]:
-        """Yields the data-parallel layouts of a family, including per-microbatch variants."""
-        for way in data_axis_splits(self._request, family.parallel):
-            yield way
-            if (variant := per_microbatch_variant(self._request, way)) is not None:
-                yield variant
 
     def _layout_bytes(
         self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice
