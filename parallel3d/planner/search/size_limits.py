@@ -69,10 +69,10 @@ def largest_model(request: PlanRequest, shapes: Iterable[ModelShape]) -> Strateg
 def remedies(request: PlanRequest) -> Iterator[str]:
     """Yields single changes of the request, each checked to make some layout fit."""
     cluster = smallest_cluster(request)
-    if cluster is not None:
+    if cluster:
         yield f"{cluster.request.gpus} devices instead of {request.gpus}"
     sequence = longest_sequence(request)
-    if sequence is not None:
+    if sequence:
         yield f"sequences of {sequence.request.seq_len} tokens instead of {request.seq_len}"
     if one_that_fits(replace(request, fixed=Fixed())) is not None:
         yield "removing the fixed options"
@@ -89,9 +89,7 @@ def _sizes(least: int, most: int) -> list[int]:
 
 
 def _most_tokens(shape: ModelShape) -> int:
-    if shape.positions == "learned":
-        return shape.position_rows
-    return _LONGEST
+    return shape.position_rows or _LONGEST
 
 
 def _first_that_fits(requests: Iterable[PlanRequest]) -> Strategy | None:
