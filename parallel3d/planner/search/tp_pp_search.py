@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, product
 from math import inf
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ from parallel3d.planner.time.step import (
 from parallel3d.schedules.registry import schedule_traits
 
 
-@dataclass
+@dataclass(eq=False)
 class _Family:
     """Layouts that differ in recompute and data parallelism.
 
@@ -49,7 +49,6 @@ class _Family:
     parallel: ParallelConfig
     known: CostCache
     first: set[RecomputeChoice] = field(default_factory=set)
-    activations: dict[RecomputeChoice, float] = field(default_factory=dict)  # lower bounds in bytes
     # Bytes of the worst rank, keyed by data-parallel layout and recompute.
     bytes: dict[tuple[object, RecomputeChoice], float] = field(default_factory=dict)
 
@@ -88,6 +87,7 @@ class TpPpSearch:
         self._has_single_blocks = request.shape.layers <= pp  # one block per rank
         self._pushed = count()
         self._states: dict[object, float] = {}
+        self._activations = cache(self._least_activations)
 
     @property
     def least_s(self) -> float:
@@ -102,10 +102,11 @@ class TpPpSearch:
             parallel = family.parallel
             key = parallel.microbatch_size, parallel.cp, parallel.ep
             groups.setdefault(key, []).append(family)
-        found = []
-        for group in groups.values():
-            found.append(_Waiting(self._least_work_s(group), next(self._pushed), group))
-        return sorted(found)
+        entries = [
+            _Waiting(self._least_work_s(group), next(self._pushed), group)
+            for group in groups.values()
+        ]
+        return sorted(entries)
 
     def fastest(self, *, within_s: float = inf) -> Iterator[Candidate]:
         """Yields the layouts that fit, in ascending order of step time, up to `within_s`.
@@ -117,9 +118,11 @@ class TpPpSearch:
             least_s, _, families, layout, recompute = heappop(self.waiting)
             for family in families:
                 if recompute is None:
-                    self._push_family(family, self._recompute_choices[0])
+                    self._push(family, self._recompute_choices[0])
                 elif layout is None:
-                    self._push_layouts(family, recompute)
+                    family.first.add(recompute)
+                    for way in data_axis_splits(self._request, family.parallel):
+                        self._push(family, recompute, way)
                 else:
                     self.checked += 1
                     usable = self._request.usable_bytes
@@ -130,57 +133,38 @@ class TpPpSearch:
                     if bytes_ <= usable:
                         yield priced
                     else:
-                        self._push_less_memory(family, layout, recompute)
+                        self._push_less_memory(family, recompute, layout)
 
     def _push(
-        self,
-        least_s: float,
-        family: _Family,
-        recompute: RecomputeChoice,
-        layout: ParallelConfig | None = None,
+        self, family: _Family, kind: RecomputeChoice, way: ParallelConfig | None = None
     ) -> None:
-        heappush(self.waiting, _Waiting(least_s, next(self._pushed), [family], layout, recompute))
-
-    def _push_family(self, family: _Family, kind: RecomputeChoice) -> None:
-        """Pushes a family with this recompute, or with more if its memory bound is too high."""
-        usable = self._request.usable_bytes
-        choices = self._recompute_choices
-        if self._family_lower_bound(family, kind) <= usable:
-            run = self._request.planned_run(kind.of(family.parallel))
-            self._push(least_step_s(run, known=family.known), family, kind)
+        """Pushes a family or one of its layouts, or variants if its memory bound is too high."""
+        if self._lower_bound(family, kind, way) > self._request.usable_bytes:
+            self._push_less_memory(family, kind, way)
             return
-        # With one block per rank, recompute needs more memory, so do not prune by the last choice.
-        if self._has_single_blocks or self._family_lower_bound(family, choices[-1]) <= usable:
-            for more in more_recompute(choices, kind):
-                self._push_family(family, more)
-
-    def _push_layouts(self, family: _Family, kind: RecomputeChoice) -> None:
-        family.first.add(kind)
-        for way in data_axis_splits(self._request, family.parallel):
-            self._push_layout(family, way, kind)
-
-    def _push_layout(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> None:
-        """Pushes a layout, or variants with less memory if its memory bound is too high."""
-        if self._lower_bound(family, way, kind) > self._request.usable_bytes:
-            self._push_less_memory(family, way, kind)
-            return
-        layout = kind.of(way)
+        layout = kind.of(way or family.parallel)
         run = self._request.planned_run(layout)
-        cost = step_cost(run, exact=False, known=family.known)
-        self._push(cost.step_time_s, family, kind, layout)
+        if way is None:
+            least_s = least_step_s(run, known=family.known)
+        else:
+            least_s = step_cost(run, exact=False, known=family.known).step_time_s
+        entry = _Waiting(least_s, next(self._pushed), [family], way and layout, kind)
+        heappush(self.waiting, entry)
 
     def _push_less_memory(
-        self, family: _Family, way: ParallelConfig, kind: RecomputeChoice
+        self, family: _Family, kind: RecomputeChoice, way: ParallelConfig | None
     ) -> None:
-        """Pushes a layout's variants with more recompute and with gathers for each microbatch."""
+        """Pushes variants with more recompute and, for a layout, with gathers per microbatch."""
         choices = self._recompute_choices
-        if self._lower_bound(family, way, choices[-1]) <= self._request.usable_bytes:
+        # With one block per rank, recompute needs more memory, so do not prune by the last choice.
+        is_single = way is None and self._has_single_blocks
+        if is_single or self._lower_bound(family, choices[-1], way) <= self._request.usable_bytes:
             for more in more_recompute(choices, kind):
-                self._push_layout(family, way, more)
-        if kind in family.first:
+                self._push(family, more, way)
+        if way is not None and kind in family.first:
             variant = per_microbatch_variant(self._request, way)
             if variant is not None and variant != way:
-                self._push_layout(family, variant, kind)
+                self._push(family, kind, variant)
 
     def lowest_memory(self, *, within: float = inf, is_any: bool = False) -> Candidate | None:
         """Returns the layout with the lowest memory, at most `within` bytes, or None.
@@ -192,19 +176,16 @@ class TpPpSearch:
         choices = self._recompute_choices
         if not self._has_single_blocks:
             choices = choices[-1:]
-        bounds = []
-        for family in self._families:
-            for kind in choices:
-                bounds.append((self._family_lower_bound(family, kind), family, kind))
+        choices_of = product(self._families, choices)
         found: Candidate | None = None
-        for bound, family, kind in sorted(bounds, key=lambda each: each[0]):
-            if bound > within:
+        for family, kind in sorted(choices_of, key=lambda each: self._lower_bound(*each)):
+            if self._lower_bound(family, kind) > within:
                 break
             ways: Iterable[ParallelConfig] = data_layouts(self._request, family.parallel)
             if not is_any:  # Start with low bounds to exclude the others early.
-                ways = sorted(ways, key=lambda way: self._lower_bound(family, way, kind))
+                ways = sorted(ways, key=lambda way: self._lower_bound(family, kind, way))
             for way in ways:
-                if self._lower_bound(family, way, kind) > within:
+                if self._lower_bound(family, kind, way) > within:
                     continue
                 bytes_ = self._layout_bytes(family, way, kind)
                 if bytes_ < within or (found is None and bytes_ == within):
@@ -235,13 +216,18 @@ class TpPpSearch:
                 turns = inf
         return least_work_s(run, known=first.known, turns=turns)
 
-    def _lower_bound(self, family: _Family, way: ParallelConfig, kind: RecomputeChoice) -> float:
-        """Returns a lower bound of the bytes of a layout with this recompute.
+    def _lower_bound(
+        self, family: _Family, kind: RecomputeChoice, way: ParallelConfig | None = None
+    ) -> float:
+        """Returns a lower bound of the bytes of a layout with this recompute, or of all layouts of
+        the family.
 
-        It is exact for other frameworks, whose memory is faster to compute than time.
+        For other frameworks, whose memory is faster to compute than time, it is exact for a layout
+        and 0 for a family.
         """
         if not self._request.framework.is_parallel3d:
-            return self._layout_bytes(family, way, kind)
+            return self._layout_bytes(family, way, kind) if way else 0.0
+        way = way or _all_sharded(family.parallel)
         key = (
             way.schedule,
             way.virtual_stages,
@@ -255,17 +241,10 @@ class TpPpSearch:
             self._states[key], _ = RankEstimate(run, 0).least_bytes
         return self._states[key] + self._activations(family, kind)
 
-    def _family_lower_bound(self, family: _Family, kind: RecomputeChoice) -> float:
-        """Returns a lower bound of the bytes of a family's layouts, or 0 for other frameworks."""
-        if not self._request.framework.is_parallel3d:
-            return 0.0
-        return self._lower_bound(family, _all_sharded(family.parallel), kind)
-
-    def _activations(self, family: _Family, kind: RecomputeChoice) -> float:
-        if kind not in family.activations:
-            run = self._request.planned_run(kind.of(_all_sharded(family.parallel)))
-            _, family.activations[kind] = RankEstimate(run, 0).least_bytes
-        return family.activations[kind]
+    def _least_activations(self, family: _Family, kind: RecomputeChoice) -> float:
+        run = self._request.planned_run(kind.of(_all_sharded(family.parallel)))
+        _, activations = RankEstimate(run, 0).least_bytes
+        return activations
 
 
 def _all_sharded(parallel: ParallelConfig) -> ParallelConfig:
