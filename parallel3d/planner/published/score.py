@@ -106,127 +106,6 @@ def _ranges(of: Prediction, spread: ErrorModel) -> dict[str, Any]:
     return ranges
 
 
-def score(
-    file: CaseFile,
-    predict: Callable[[PublishedCase], Prediction] | None = None,
-    *,
-    spread_of_case: Callable[[PublishedCase], ErrorModel] | None = None,
-) -> Score:
-    """Scores predictions for all cases of a file.
-
-    Totals exclude duplicates and cases with a reason in `apart`. Cases that cannot be predicted are
-    skipped with a reason.
-
-    Args:
-        file: Cases to predict.
-        predict: Predictor to score. Default: this planner.
-        spread_of_case: Error model of a case's prediction. Without it predictions have no range.
-    """
-    scored: list[ScoredCase] = []
-    skipped = list(file.skipped)
-    of_source: dict[str, list[ScoredCase]] = defaultdict(list)
-    of_reason: dict[str, list[ScoredCase]] = defaultdict(list)
-    for case in file.cases:
-        try:
-            spread = None if spread_of_case is None else spread_of_case(case)
-            predicted = (predict or predict_case)(case)
-            one = _score_case(case, predicted, spread)
-        except (ArithmeticError, LookupError, ValueError) as problem:
-            skipped.append((case.id, f"cannot be predicted ({problem})"))
-            continue
-        scored.append(one)
-        if one.apart:
-            of_reason[one.apart].append(one)
-        elif "duplicate" not in case.tags:
-            of_source[one.source].append(one)
-    counted = sum(of_source.values(), [])
-    sizes = [abs(one.error_pct) for one in counted if one.error_pct is not None]
-    return Score(
-        cases=tuple(scored),
-        skipped=tuple(skipped),
-        median_abs_error_pct=median(sizes) if sizes else None,
-        worst_abs_error_pct=max(sizes, default=None),
-        **_totals(counted),
-        fit=_fit(counted),
-        by_source={name: _totals(group) for name, group in of_source.items()},
-        apart={name: _totals(group) for name, group in of_reason.items()},
-    )
-
-
-def without_own_sources(file: CaseFile, plain: Score) -> CaseFile:
-    """Returns the cases, each with a stack quality fitted on all sources except its own.
-
-    `plain` is the score of the unchanged cases.
-    """
-    errors: dict[str, dict[str, list[float]]] = {stack: defaultdict(list) for stack in STACKS}
-    for one in plain.cases:
-        if "throughput" in one.errors_pct and not one.apart:
-            error = log1p(one.errors_pct["throughput"] / 100)
-            errors[one.stack][one.source].append(error + log(STACKS[one.stack].quality))
-    found = []
-    for case in file.cases:
-        others = {**errors[case.stack]}
-        others.pop(case.source, None)
-        framework = replace(case.run.framework, quality=stack_quality([*others.values()]))
-        found.append(replace(case, run=replace(case.run, framework=framework)))
-    return replace(file, cases=tuple(found))
-
-
-def stack_quality(errors_by_source: Sequence[Sequence[float]]) -> float:
-    """Estimates the ratio of measured to predicted step time of a stack from log errors.
-
-    It is the median over sources of their median errors, shrunk towards 1 with the weight of ten
-    sources.
-    """
-    count = len(errors_by_source)
-    if not count:
-        return 1.0
-    return exp(median(map(median, errors_by_source)) * count / (count + _PRIOR_SOURCES))
-
-
-def _fit(counted: Sequence[ScoredCase]) -> Fit:
-    """Returns the accuracy of `Prediction.fits`, overall and balanced over both outcomes."""
-    by_status: dict[str, list[bool]] = defaultdict(list)
-    for one in counted:
-        status = one.measured["status"]
-        by_status[status].append(one.predicted.fits == (status == "ok"))
-    if not by_status:
-        return Fit(cases=0)
-    right = sum(by_status.values(), [])
-    return Fit(
-        cases=len(right),
-        accuracy=100 * mean(right),
-        balanced_accuracy=100 * mean(map(mean, by_status.values())),
-    )
-
-
-def _score_case(
-    case: PublishedCase, predicted: Prediction, spread: ErrorModel | None
-) -> ScoredCase:
-    measured = case.measured
-    errors: dict[str, float] = {}
-    if case.speed is not None:
-        metric, said = case.speed
-        ratio = getattr(predicted, metric) / said
-        if metric == "step_time_s":
-            ratio = 1 / ratio
-        errors["throughput"] = 100 * (ratio - 1)
-    if measured.peak_memory_gib is not None:
-        errors["memory"] = 100 * (predicted.memory_gib / measured.peak_memory_gib - 1)
-    return ScoredCase(
-        id=case.id,
-        source=case.source,
-        stack=case.stack,
-        predicted=predicted,
-        measured=measured.model_dump(),
-        error_pct=errors.get("throughput", errors.get("memory")),
-        errors_pct=errors,
-        spread=spread,
-        apart=case.apart,
-        filled=case.filled,
-    )
-
-
 def predict_case(case: PublishedCase) -> Prediction:
     """Predicts a case with this planner."""
     run = case.run
@@ -270,21 +149,144 @@ def prediction(
     )
 
 
+def score(
+    file: CaseFile,
+    predict: Callable[[PublishedCase], Prediction] = predict_case,
+    *,
+    spread_of_case: Callable[[PublishedCase], ErrorModel] | None = None,
+) -> Score:
+    """Scores predictions for all cases of a file.
+
+    Totals exclude duplicates and cases with a reason in `apart`. Cases that cannot be predicted are
+    skipped with a reason.
+
+    Args:
+        file: Cases to predict.
+        predict: Predictor to score. Default: this planner.
+        spread_of_case: Error model of a case's prediction. Without it predictions have no range.
+    """
+    scored = []
+    skipped = list(file.skipped)
+    of_source: dict[str, list[ScoredCase]] = defaultdict(list)
+    of_reason: dict[str, list[ScoredCase]] = defaultdict(list)
+    for case in file.cases:
+        try:
+            spread = spread_of_case and spread_of_case(case)
+            one = _score_case(case, predict(case), spread)
+        except (ArithmeticError, LookupError, ValueError) as problem:
+            skipped.append((case.id, f"cannot be predicted ({problem})"))
+            continue
+        scored.append(one)
+        if one.apart:
+            of_reason[one.apart].append(one)
+        elif "duplicate" not in case.tags:
+            of_source[one.source].append(one)
+    counted = sum(of_source.values(), [])
+    sizes = [abs(one.error_pct) for one in counted if one.error_pct is not None]
+    return Score(
+        cases=tuple(scored),
+        skipped=tuple(skipped),
+        median_abs_error_pct=median(sizes) if sizes else None,
+        worst_abs_error_pct=max(sizes, default=None),
+        **_totals(counted),
+        fit=_fit(counted),
+        by_source={name: _totals(group) for name, group in of_source.items()},
+        apart={name: _totals(group) for name, group in of_reason.items()},
+    )
+
+
+def without_own_sources(file: CaseFile, plain: Score) -> CaseFile:
+    """Returns the cases, each with a stack quality fitted on all sources except its own.
+
+    `plain` is the score of the unchanged cases.
+    """
+    errors: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for one in plain.cases:
+        if "throughput" in one.errors_pct and not one.apart:
+            error = log1p(one.errors_pct["throughput"] / 100)
+            errors[one.stack, one.source].append(error + log(STACKS[one.stack].quality))
+    found = []
+    for case in file.cases:
+        others = []
+        for (stack, source), own in errors.items():
+            if stack == case.stack and source != case.source:
+                others.append(own)
+        framework = replace(case.run.framework, quality=stack_quality(others))
+        found.append(replace(case, run=replace(case.run, framework=framework)))
+    return replace(file, cases=tuple(found))
+
+
+def stack_quality(errors_by_source: Sequence[Sequence[float]]) -> float:
+    """Estimates the ratio of measured to predicted step time of a stack from log errors.
+
+    It is the median over sources of their median errors, shrunk towards 1 with the weight of ten
+    sources.
+    """
+    count = len(errors_by_source)
+    if not count:
+        return 1.0
+    return exp(median(map(median, errors_by_source)) * count / (count + _PRIOR_SOURCES))
+
+
+def _fit(counted: Sequence[ScoredCase]) -> Fit:
+    """Returns the accuracy of `Prediction.fits`, overall and balanced over both outcomes."""
+    by_status: dict[str, list[bool]] = defaultdict(list)
+    for one in counted:
+        status = one.measured["status"]
+        by_status[status].append(one.predicted.fits == (status == "ok"))
+    if not counted:
+        return Fit(cases=0)
+    right = sum(by_status.values(), [])
+    return Fit(
+        cases=len(counted),
+        accuracy=100 * mean(right),
+        balanced_accuracy=100 * mean(map(mean, by_status.values())),
+    )
+
+
+def _score_case(
+    case: PublishedCase, predicted: Prediction, spread: ErrorModel | None
+) -> ScoredCase:
+    measured = case.measured
+    errors = {}
+    if case.speed:
+        metric, said = case.speed
+        ratio = getattr(predicted, metric) / said
+        if metric == "step_time_s":
+            ratio = 1 / ratio
+        errors["throughput"] = 100 * (ratio - 1)
+    if measured.peak_memory_gib is not None:
+        errors["memory"] = 100 * (predicted.memory_gib / measured.peak_memory_gib - 1)
+    return ScoredCase(
+        id=case.id,
+        source=case.source,
+        stack=case.stack,
+        predicted=predicted,
+        measured=measured.model_dump(),
+        error_pct=errors.get("throughput", errors.get("memory")),
+        errors_pct=errors,
+        spread=spread,
+        apart=case.apart,
+        filled=case.filled,
+    )
+
+
 def _totals(group: Sequence[ScoredCase]) -> dict[str, Errors]:
     return {figure: _errors(group, figure) for figure in FIGURES}
 
 
 def _errors(group: Sequence[ScoredCase], figure: Figure) -> Errors:
-    of = [one for one in group if figure in one.errors_pct]
-    if not of:
-        return Errors(cases=0)
-    signed = [one.errors_pct[figure] for one in of]
-    sizes = sorted(map(abs, signed))
+    signed = []
     inside = []
-    for one in of:
-        if one.spread is not None:
-            error = abs(log1p(one.errors_pct[figure] / 100))
-            inside.append(error <= getattr(one.spread, figure))
+    for one in group:
+        if figure in one.errors_pct:
+            error = one.errors_pct[figure]
+            signed.append(error)
+            if one.spread:
+                inside.append(abs(log1p(error / 100)) <= getattr(one.spread, figure))
+    if not signed:
+        return Errors(cases=0)
+    sizes = sorted(map(abs, signed))
     return Errors(
         cases=len(sizes),
         median=median(sizes),
