@@ -178,8 +178,8 @@ def read_cases(path: Path, hardware: list[Path]) -> CaseFile:
     Raises:
         ConfigError: The file cannot be read, or is not a list of cases.
     """
-    cases: list[PublishedCase] = []
-    skipped: list[tuple[str, str]] = []
+    cases = []
+    skipped = []
     for number, tree in enumerate(_trees(path), start=1):
         name = f"row {number}"
         try:
@@ -238,7 +238,7 @@ class _Case:
         inferred = self.tree.get("inferred") or {}
         if not isinstance(stated, Mapping) or not isinstance(inferred, Mapping):
             raise ValueError(f"{name}: must be an object with keys and values")
-        given: dict[str, Any] = {}
+        given = {}
         for key in kind.model_fields:
             value = stated.get(key, stated.get(_NOTES.get(key)))
             if value is None:
@@ -250,7 +250,7 @@ class _Case:
         try:
             return kind.model_validate(given)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
+            first = error.errors()[0]
             key = ".".join(map(str, first["loc"]))
             if first["type"] == "missing":
                 raise ValueError(f"{name}.{key}: is missing") from error
@@ -358,12 +358,9 @@ class _Case:
         return RunLayout(
             pp=pp,
             dp_shard=dp,
-            tp=parallel.tp,
-            cp=parallel.cp,
-            ep=parallel.ep,
+            **parallel.model_dump(include={"tp", "cp", "ep", "stage_boundaries"}),
             expert_tp=parallel.etp,
             virtual_stages=virtual,
-            stage_boundaries=parallel.stage_boundaries,
             # Casts because published runs have schedules and a recompute mode of other frameworks.
             schedule=cast(ScheduleName, schedule),
             microbatch_size=train.micro_batch,

@@ -77,8 +77,7 @@ def _fit(
         jacobian = np.stack(columns, axis=1)
         off = (np.array(measured) - here) / _RUN + jacobian @ x
         x = np.linalg.solve(prior + jacobian.T @ jacobian, jacobian.T @ off)
-    found: list[float] = x.tolist()
-    return found
+    return x.tolist()
 
 
 def _time_scales(logs: Logs) -> Scales:
