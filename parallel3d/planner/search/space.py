@@ -82,14 +82,14 @@ def _rule_errors(request: PlanRequest, parallel: ParallelConfig) -> Iterator[str
     recipe = _recipe(request, parallel)
     for rule in (parallel_errors, model_errors, schedule_errors, batch_errors):
         yield from rule(recipe)
-    if request.framework.is_parallel3d:
-        yield from expert_errors(recipe)
-    yield from sharding_errors(parallel)
     tp = parallel.tp
     kv_heads = request.shape.kv_heads
-    if not request.framework.is_parallel3d and kv_heads % tp:
+    if request.framework.is_parallel3d:
+        yield from expert_errors(recipe)
+    elif kv_heads % tp:
         must = f"must divide model.kv_heads = {kv_heads} in {request.framework.name}"
         yield f"parallel.tp = {tp}: {must}; try tp={gcd(kv_heads, tp)}"
+    yield from sharding_errors(parallel)
 
 
 def families(request: PlanRequest) -> dict[tuple[int, int], list[ParallelConfig]]:
