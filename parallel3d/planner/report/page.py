@@ -122,8 +122,8 @@ def header(q: PlanRequest, *, has_size: bool = True) -> Iterator[str]:
         "model", f"{model}; {q.global_batch_size} x {q.seq_len} tokens, {q.precision}"
     )
     count = f"{q.gpus} x " if has_size else ""
-    node = f"{cluster.node.bandwidth / 1e9:g} GB/s in nodes of {cluster.gpus_per_node}"
-    links = f"{node}, {cluster.network.bandwidth / 1e9:g} GB/s between them"
+    node = f"{cluster.node.gb_per_s:g} GB/s in nodes of {cluster.gpus_per_node}"
+    links = f"{node}, {cluster.network.gb_per_s:g} GB/s between them"
     yield from wrapped("hardware", f"{count}{cluster.device.name}; {links}")
     corrected = scales_text(cluster.scales)
     if corrected:
@@ -159,7 +159,7 @@ def _summary(plan: Plan, best: Strategy) -> Iterator[tuple[str, str]]:
         saves = f"with a checkpoint every {minutes:.3g} min"
         yield "goodput", f"{best.goodput.share:.1%} of the time is training {saves}"
     yield "range", f"{', '.join(ranges)} (8 in 10)"
-    losses = largest_first(parts, [kind for kind in TIME_KINDS if kind != "compute"], 0.03)
+    losses = largest_first(parts, TIME_KINDS[1:], 0.03)  # without compute
     share, largest = (losses or largest_first(parts, ["compute"], 0))[0]
     left = f"{(usable - memory.total) / GIB:.1f} GiB are left"
     yield "limits", f"{largest} takes {share:.0%} of the time; {left}"
@@ -184,9 +184,10 @@ def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
             size = getattr(other.request, key)
             asked = getattr(plan.request, key)
             gains = f"{neighbour.gain:+.0%} tok/s/gpu"
+            label = "batch"
             if key == "gpus":
                 gains += f" ({(1 + neighbour.gain) * size / asked - 1:+.0%} in all)"
-            label = "devices" if key == "gpus" else "batch"
+                label = "devices"
             yield label, f"{size} instead of {asked}: {gains}, {_sizes(other.parallel)}"
     if plan.why is not None:
         words, answer = plan.why
