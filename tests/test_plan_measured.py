@@ -44,7 +44,7 @@ def in_truth(parallel: ParallelConfig, scales: Scales) -> MeasuredRun:
     return MeasuredRun(
         run=run,
         step_time_s=step_cost(there).step_time_s,
-        memory_bytes=worst_rank(there).total,
+        memory_bytes=worst_rank(there).allocated,
     )
 
 

@@ -140,7 +140,6 @@ class RunComparison:
             run=self.run,
             step_time_s=self.measured.step_time_s,
             memory_bytes=bytes_,
-            memory_kind="allocated",
         )
 
     @cached_property

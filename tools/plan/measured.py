@@ -40,7 +40,7 @@ def _note(measured: MeasuredRun) -> str:
     run = measured.run
     found = f"{measured.step_time_s:.3g} s per step ({step_cost(run).step_time_s:.3g} predicted)"
     if measured.memory_bytes is not None:
-        counted = worst_rank(run).of_kind(measured.memory_kind) / GIB
+        counted = worst_rank(run).allocated / GIB
         found += f", {measured.memory_bytes / GIB:.3g} GiB ({counted:.3g} predicted)"
     return f"measured: {run.framework.name} on {run.layout.world_size} devices: {found}"
 

@@ -8,17 +8,16 @@ nonlinear.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log
 
 from parallel3d.planner.hardware.cluster import Scales, with_scales
-from parallel3d.planner.memory.rank_memory import MemoryKind
 from parallel3d.planner.memory.ranks import worst_rank
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.time.step import step_cost
 
-Logs = Sequence[float]
+Logs = Collection[float]
 # Standard deviations of logarithms (docs/explanation/planner.md): priors of the three scales
 # separately (devices, node, network) and of a common one, prior of memory, error of a run.
 _EACH = [0.15, 0.3, 0.5]
@@ -30,27 +29,25 @@ _STEP = 0.02  # step of the numerical derivative
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """A measured run. The cluster of `run` has no corrections. Unknown measurements are None."""
+    """A measured run. The cluster of `run` has no corrections."""
 
     run: PlannedRun
-    step_time_s: float | None = None
-    memory_bytes: float | None = None
-    memory_kind: MemoryKind = "device"
+    step_time_s: float
+    memory_bytes: float | None  # Peak of `torch.cuda.max_memory_allocated`. None: unknown.
 
 
 def scales_of(runs: Sequence[MeasuredRun]) -> Scales:
     """Returns the scales that best fit measured runs on one cluster."""
-    timed = [each for each in runs if each.step_time_s is not None]
-    weighed = [each for each in runs if each.memory_bytes is not None]
-    steps = [log(each.step_time_s or 1) for each in timed]
+    weighed = [each for each in runs if each.memory_bytes]
+    steps = [log(each.step_time_s) for each in runs]
     peaks = [log(each.memory_bytes or 1) for each in weighed]
-    deviations = _ALIKE if len(timed) < 2 else _EACH
-    logs = _fit(lambda x: [_log_time(each, x) for each in timed], steps, deviations)
+    deviations = _ALIKE if len(runs) < 2 else _EACH
+    logs = _fit(lambda x: [_log_time(each, x) for each in runs], steps, deviations)
     memory = _fit(lambda x: [_log_memory(each, x) for each in weighed], peaks, _MEMORY)
     return replace(
         _time_scales(logs),
-        memory=exp(memory[0]),
-        timed=tuple(each.run.framework.name for each in timed),
+        memory=exp(*memory),
+        timed=tuple(each.run.framework.name for each in runs),
         weighed=tuple(each.run.framework.name for each in weighed),
     )
 
@@ -69,10 +66,10 @@ def _fit(
     x = np.zeros(count)
     prior = np.diag(1 / np.square(deviations))
     for _ in range(_ROUNDS):
-        here = np.array(predict(x.tolist()))
+        here = np.array(predict(x))
         columns = []
         for axis in np.eye(count):
-            there = np.array(predict((x + _STEP * axis).tolist()))
+            there = np.array(predict(x + _STEP * axis))
             columns.append((there - here) / _STEP / _RUN)
         jacobian = np.stack(columns, axis=1)
         off = (np.array(measured) - here) / _RUN + jacobian @ x
@@ -92,6 +89,5 @@ def _log_time(each: MeasuredRun, logs: Logs) -> float:
 
 
 def _log_memory(each: MeasuredRun, logs: Logs) -> float:
-    cluster = with_scales(each.run.cluster, Scales(memory=exp(logs[0])))
-    fullest = worst_rank(replace(each.run, cluster=cluster))
-    return log(fullest.of_kind(each.memory_kind))
+    cluster = with_scales(each.run.cluster, Scales(memory=exp(*logs)))
+    return log(worst_rank(replace(each.run, cluster=cluster)).allocated)
