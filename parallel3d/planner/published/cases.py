@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
@@ -32,7 +32,6 @@ from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.parameters import FlopsDefinition
 from parallel3d.planner.model.planned_run import PlannedRun, RunLayout, other_gather
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
-from parallel3d.schedules.registry import ScheduleName
 
 
 def _first_number(value: Any) -> Any:
@@ -62,12 +61,13 @@ _RECOMPUTES: tuple[Recompute, ...] = ("none", "every_n", "full")
 class _Model(BaseModel):
     name: str = "unnamed"
     shape: str | None = None  # known model; only `layers` and `seq_len` override it
-    layers: Count | None = None
-    hidden: Count | None = None
-    heads: Count | None = None
-    kv_heads: Count | None = None
-    head_dim: Count | None = None
-    ffn_hidden: Count | None = None
+    # 0: not stated
+    layers: Count = 0
+    hidden: Count = 0
+    heads: Count = 0
+    kv_heads: Count = 0
+    head_dim: Count = 0
+    ffn_hidden: Count = 0
     ffn_kind: FeedForward = "gelu"
     vocab: Count = 50257
     seq_len: Count = 2048
@@ -96,12 +96,12 @@ class _Parallel(BaseModel):
     etp: Count = 1
     fsdp: bool = False
     zero_stage: Annotated[int, Field(ge=0, le=3)] | None = None
-    optimizer_shard: Annotated[int, Field(ge=0)] | None = None
+    optimizer_shard: Annotated[int, Field(ge=0)] = 0
     sequence_parallel: bool | None = None  # None: True if attention is flash
 
 
 class _Train(BaseModel):
-    global_batch_sequences: Count | None = None
+    global_batch_sequences: Count = 0
     micro_batch: Count = 1
     precision: Literal["fp8", "bf16", "bf16_pure", "fp16", "fp32"] = "bf16"
     activation_recompute: Literal["none", "selective", "op", "every_n", "full"] | None = None
@@ -289,7 +289,7 @@ class _Case:
             seq_len=self.model.seq_len,
             precision=self.precision,
         )
-        if self.train.activation_recompute is not None:
+        if self.train.activation_recompute:
             return run
         # If the source does not state the recompute, assume the least that fits, or full.
         for recompute in _RECOMPUTES:
@@ -337,13 +337,15 @@ class _Case:
         shards = dp * parallel.cp
         if zero < 1:
             shards = 1
-        elif zero >= 3 and 1 < parallel.dp_shard < dp:  # HSDP replicates sharded parameters.
+        elif zero >= 3 and parallel.dp_shard > 1:  # HSDP replicates sharded parameters.
             shards = parallel.dp_shard * parallel.cp
         shards = min(dp * parallel.cp, parallel.optimizer_shard or shards)
         virtual = max(1, parallel.vpp)
         if shape.layers + 2 < pp * virtual:
             virtual = 1
-        schedule = parallel.schedule
+        # Any, because published runs have schedules and a recompute mode of other frameworks.
+        schedule: Any = parallel.schedule
+        recompute: Any = train.activation_recompute or "none"
         if virtual > 1:
             schedule = "interleaved_1f1b"
         elif schedule.startswith("interleaved"):
@@ -361,8 +363,7 @@ class _Case:
             **parallel.model_dump(include={"tp", "cp", "ep", "stage_boundaries"}),
             expert_tp=parallel.etp,
             virtual_stages=virtual,
-            # Casts because published runs have schedules and a recompute mode of other frameworks.
-            schedule=cast(ScheduleName, schedule),
+            schedule=schedule,
             microbatch_size=train.micro_batch,
             microbatches=microbatches,
             gather=other_gather(pp, microbatches),
@@ -370,7 +371,7 @@ class _Case:
             gradient_shards=shards if zero >= 2 else 1,
             optimizer_shards=shards,
             sequence_parallel=is_split,
-            recompute=cast(Recompute, train.activation_recompute or "none"),
+            recompute=recompute,
             recompute_every=train.recompute_every,
         )
 
@@ -409,9 +410,9 @@ def _shape(stated: _Model) -> ModelShape:
         shape = named_shape(stated.shape, {})
         return replace(shape, layers=stated.layers or shape.layers)
     for key in ("layers", "hidden"):
-        if getattr(stated, key) is None:
+        if not getattr(stated, key):
             raise ValueError(f"model.{key}: is missing; set it, or model.shape")
-    hidden = stated.hidden or 0
+    hidden = stated.hidden
     heads = stated.heads or max(1, hidden // 128)
     if hidden < heads:
         raise ValueError(f"model.heads = {heads}: must not exceed model.hidden = {hidden}")
@@ -420,7 +421,7 @@ def _shape(stated: _Model) -> ModelShape:
     tied = is_gpt if stated.tied_embeddings is None else stated.tied_embeddings
     return ModelShape(
         name=stated.name,
-        layers=stated.layers or 0,
+        layers=stated.layers,
         hidden=hidden,
         heads=heads,
         kv_heads=min(heads, stated.kv_heads or heads),
