@@ -160,7 +160,7 @@ def _summary(plan: Plan, best: Strategy) -> Iterator[tuple[str, str]]:
         yield "goodput", f"{best.goodput.share:.1%} of the time is training {saves}"
     yield "range", f"{', '.join(ranges)} (8 in 10)"
     losses = largest_first(parts, TIME_KINDS[1:], 0.03)  # without compute
-    share, largest = (losses or largest_first(parts, ["compute"], 0))[0]
+    share, largest = (losses or largest_first(parts, TIME_KINDS, 0))[0]
     left = f"{(usable - memory.total) / GIB:.1f} GiB are left"
     yield "limits", f"{largest} takes {share:.0%} of the time; {left}"
 
@@ -296,9 +296,8 @@ def bar(share: float) -> str:
 
 def layout_text(parallel: ParallelConfig) -> str:
     """Returns a layout as recipe overrides, without defaults."""
-    said = []
-    for key, value in own_keys(parallel).items():
-        said.append(f"{key}={'true' if value is True else value}")
+    keys = own_keys(parallel).items()
+    said = [f"{key}={'true' if value is True else value}" for key, value in keys]
     return " ".join(said) or "one device, no parallelism"
 
 
@@ -358,8 +357,7 @@ def si(number: float) -> str:
     """Formats a number with three significant digits and a suffix, such as 8.03B."""
     for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= limit * 0.9995:
-            scaled = float(f"{number / limit:.3g}")
-            return f"{scaled:g}{letter}"
+            return f"{number / limit:.3g}{letter}"
     return f"{number:.3g}"
 
 
