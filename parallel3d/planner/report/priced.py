@@ -49,14 +49,12 @@ def priced_tree(plan: Plan) -> dict[str, Any]:
 
 
 def _front_first(priced: Iterable[Candidate]) -> list[Candidate]:
-    """Returns the layouts that no faster one beats in memory, then the others, fastest first."""
+    """Returns the layouts that no faster one beats in memory, then all of them, fastest first."""
+    by_time = sorted(priced, key=attrgetter("step_time_s", "bytes"))
     front = []
-    others = []
     least = inf
-    for each in sorted(priced, key=attrgetter("step_time_s", "bytes")):
+    for each in by_time:
         if each.bytes < least:
             least = each.bytes
             front.append(each)
-        else:
-            others.append(each)
-    return front + others
+    return front + by_time
