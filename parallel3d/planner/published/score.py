@@ -167,8 +167,8 @@ def score(
     """
     scored = []
     skipped = list(file.skipped)
-    of_source: dict[str, list[ScoredCase]] = defaultdict(list)
-    of_reason: dict[str, list[ScoredCase]] = defaultdict(list)
+    of_source = defaultdict(list)
+    of_reason = defaultdict(list)
     for case in file.cases:
         try:
             spread = spread_of_case and spread_of_case(case)

@@ -87,7 +87,7 @@ def fastest_by_closed_form(request: PlanRequest, *, within_s: float) -> Candidat
     found: Candidate | None = None
     for each in sorted(_searches(request), key=attrgetter("least_s")):
         found = next(each.fastest(within_s=within_s), found)
-        if found is not None:
+        if found:
             within_s = found.step_time_s
     return found
 
@@ -164,7 +164,7 @@ def _best_by_closed_form(
             within_s = max(times[top], slowest_tied_s(times[0]))
         in_time = each.fastest(within_s=within_s)
         first = next(in_time, None)
-        if first is not None:
+        if first:
             times = sorted([*times, first.step_time_s])
             own = [first]
             for other in in_time:
@@ -185,7 +185,7 @@ def _simulate(request: PlanRequest, candidates: list[Candidate]) -> list[Strateg
     If all have the same tp and pp, returns the best for each dp_shard, microbatch size and
     recompute.
     """
-    exact: dict[Candidate, Strategy] = {}
+    exact = {}
     for each in candidates:
         found = Strategy(request, each.parallel)
         exact[each._replace(step_time_s=found.cost.step_time_s)] = found

@@ -64,7 +64,7 @@ def _first_gain(requests: list[PlanRequest], sequence_s: float) -> Neighbour | N
     for other in requests:
         as_slow_s = sequence_s * other.global_batch_size / other.gpus
         best = fastest_by_closed_form(other, within_s=as_slow_s / (1 + TIE))
-        if best is not None and as_slow_s < inf:
+        if best and as_slow_s < inf:
             gain = as_slow_s / best.step_time_s - 1
             return Neighbour(strategy=Strategy(other, best.parallel), gain=gain)
     return None

@@ -94,7 +94,7 @@ def _rule_errors(request: PlanRequest, parallel: ParallelConfig) -> Iterator[str
 
 def families(request: PlanRequest) -> dict[tuple[int, int], list[ParallelConfig]]:
     """Returns the valid families, keyed by (tp, pp). One layout represents each family."""
-    found: dict[tuple[int, int], list[ParallelConfig]] = defaultdict(list)
+    found = defaultdict(list)
     for plain in _plain_layouts(request):
         for family in _families_of(request, plain):
             found[plain.tp, plain.pp].append(family)
@@ -266,8 +266,8 @@ def data_axis_splits(request: PlanRequest, family: ParallelConfig) -> Iterator[P
             continue
         for strategy in _strategies(request, shards, family.cp, replicas):
             gather = fixed.gather
-            if gather is None and frees and strategy in FREED_BETWEEN_USES:
-                gather = "step"
+            if frees and strategy in FREED_BETWEEN_USES:
+                gather = gather or "step"
             layout = varied(
                 family,
                 dp_shard=shards,

@@ -50,7 +50,7 @@ class _Family:
     known: CostCache
     first: set[RecomputeChoice] = field(default_factory=set)
     # Bytes of the worst rank, keyed by data-parallel layout and recompute.
-    bytes: dict[tuple[object, RecomputeChoice], float] = field(default_factory=dict)
+    bytes: dict[object, float] = field(default_factory=dict)
 
 
 class _Waiting(NamedTuple):
