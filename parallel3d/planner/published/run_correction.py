@@ -35,6 +35,10 @@ class MeasuredRun:
     step_time_s: float
     memory_bytes: float | None  # Peak of `torch.cuda.max_memory_allocated`. None: unknown.
 
+    def scaled(self, scales: Scales) -> PlannedRun:
+        """Returns the run on its cluster with these corrections."""
+        return replace(self.run, cluster=with_scales(self.run.cluster, scales))
+
 
 def scales_of(runs: Sequence[MeasuredRun]) -> Scales:
     """Returns the scales that best fit measured runs on one cluster."""
@@ -42,8 +46,17 @@ def scales_of(runs: Sequence[MeasuredRun]) -> Scales:
     steps = [log(each.step_time_s) for each in runs]
     peaks = [log(each.memory_bytes or 1) for each in weighed]
     deviations = _ALIKE if len(runs) < 2 else _EACH
-    logs = _fit(lambda x: [_log_time(each, x) for each in runs], steps, deviations)
-    memory = _fit(lambda x: [_log_memory(each, x) for each in weighed], peaks, _MEMORY)
+
+    def log_times(logs: Logs) -> list[float]:
+        scales = _time_scales(logs)
+        return [log(step_cost(each.scaled(scales)).step_time_s) for each in runs]
+
+    def log_peaks(logs: Logs) -> list[float]:
+        scales = Scales(memory=exp(*logs))
+        return [log(worst_rank(each.scaled(scales)).allocated) for each in weighed]
+
+    logs = _fit(log_times, steps, deviations)
+    memory = _fit(log_peaks, peaks, _MEMORY)
     return replace(
         _time_scales(logs),
         memory=exp(*memory),
@@ -81,13 +94,3 @@ def _time_scales(logs: Logs) -> Scales:
     """Returns the scales of devices, node and network from their logarithms, or a common one."""
     devices, node, network = [*logs] * (3 // len(logs))
     return Scales(arithmetic=exp(devices), node=exp(node), network=exp(network))
-
-
-def _log_time(each: MeasuredRun, logs: Logs) -> float:
-    scaled = replace(each.run, cluster=with_scales(each.run.cluster, _time_scales(logs)))
-    return log(step_cost(scaled).step_time_s)
-
-
-def _log_memory(each: MeasuredRun, logs: Logs) -> float:
-    cluster = with_scales(each.run.cluster, Scales(memory=exp(*logs)))
-    return log(worst_rank(replace(each.run, cluster=cluster)).allocated)
