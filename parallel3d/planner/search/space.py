@@ -243,7 +243,7 @@ def data_layouts(request: PlanRequest, family: ParallelConfig) -> Iterator[Paral
     for way in data_axis_splits(request, family):
         yield way
         variant = per_microbatch_variant(request, way)
-        if variant is not None:
+        if variant:
             yield variant
 
 
@@ -295,10 +295,10 @@ def _strategies(
     if shards * replicas == 1:
         return [None]
     if not framework.is_parallel3d:
-        if asked is not None or not framework.splits_optimizer_alone:
+        if asked or not framework.splits_optimizer_alone:
             return [asked]
         return ["SHARD_OPTIMIZER"] if replicas == 1 or fixed.dp_shard is not None else []
-    if asked is not None:
+    if asked:
         if replicas > 1:
             return [HYBRID_OF.get(asked, asked)]
         return [] if asked in HYBRID_OF.values() else [asked]

@@ -8,6 +8,7 @@ others is faster. Otherwise, variants that need less memory replace it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -97,11 +98,10 @@ class TpPpSearch:
     @cached_property
     def waiting(self) -> list[_Waiting]:
         """The heap. Initially, an entry has all families with equal microbatch times."""
-        groups: dict[object, list[_Family]] = {}
+        groups = defaultdict(list)
         for family in self._families:
             parallel = family.parallel
-            key = parallel.microbatch_size, parallel.cp, parallel.ep
-            groups.setdefault(key, []).append(family)
+            groups[parallel.microbatch_size, parallel.cp, parallel.ep].append(family)
         entries = [
             _Waiting(self._least_work_s(group), next(self._pushed), group)
             for group in groups.values()
@@ -161,9 +161,9 @@ class TpPpSearch:
         if is_single or self._lower_bound(family, choices[-1], way) <= self._request.usable_bytes:
             for more in more_recompute(choices, kind):
                 self._push(family, more, way)
-        if way is not None and kind in family.first:
+        if way and kind in family.first:
             variant = per_microbatch_variant(self._request, way)
-            if variant is not None and variant != way:
+            if variant and variant != way:
                 self._push(family, kind, variant)
 
     def lowest_memory(self, *, within: float = inf, is_any: bool = False) -> Candidate | None:
