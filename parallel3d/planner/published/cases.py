@@ -388,9 +388,8 @@ def _first_word(key: str, value: Any) -> Any:
 
 def _cluster(stated: _Hardware, folders: list[Path]) -> Cluster:
     """Returns the cluster of a case. Raises ConfigError if no hardware file matches."""
-    text = stated.gpu.lower().partition("(")[0].strip()
-    name = re.sub(r"[ _-]*(nvidia|amd|sxm\d?|oam|hbm3)[ _-]*", "-", text)
-    name = name.strip("-").replace(" ", "-")
+    text = stated.gpu.lower().partition("(")[0].strip().replace(" ", "-")
+    name = re.sub(r"[ _-]*(nvidia|amd|sxm\d?|oam|hbm3)[ _-]*", "-", text).strip("-")
     files = {path.stem for folder in folders for path in folder.glob("*.yaml")}
     short = re.sub(r"-\d+gb$", "", name)
     longer = [each for each in sorted(files) if each.startswith(f"{name}-")]
@@ -406,7 +405,7 @@ def _cluster(stated: _Hardware, folders: list[Path]) -> Cluster:
 
 def _shape(stated: _Model) -> ModelShape:
     """Returns the model's shape. Raises ValueError if a size is missing or not valid."""
-    if stated.shape is not None:
+    if stated.shape:
         shape = named_shape(stated.shape, {})
         return replace(shape, layers=stated.layers or shape.layers)
     for key in ("layers", "hidden"):

@@ -112,7 +112,7 @@ def predict_case(case: PublishedCase) -> Prediction:
     ranks = memory_by_rank(run)
     worst = max(ranks, key=lambda memory: memory.total)
     memory_bytes = worst.total
-    if case.measured.peak_memory_gib is not None:
+    if case.measured.peak_memory_gib:
         by_name = {"worst": worst, "first": ranks[0], "last": ranks[-1]}
         memory_bytes = by_name[case.measured.memory_rank].of_kind(case.measured.memory_kind)
     return prediction(
@@ -200,7 +200,7 @@ def without_own_sources(file: CaseFile, plain: Score) -> CaseFile:
 
     `plain` is the score of the unchanged cases.
     """
-    errors: dict[tuple[str, str], list[float]] = defaultdict(list)
+    errors = defaultdict(list)
     for one in plain.cases:
         if "throughput" in one.errors_pct and not one.apart:
             error = log1p(one.errors_pct["throughput"] / 100)
@@ -230,7 +230,7 @@ def stack_quality(errors_by_source: Sequence[Sequence[float]]) -> float:
 
 def _fit(counted: Sequence[ScoredCase]) -> Fit:
     """Returns the accuracy of `Prediction.fits`, overall and balanced over both outcomes."""
-    by_status: dict[str, list[bool]] = defaultdict(list)
+    by_status = defaultdict(list)
     for one in counted:
         status = one.measured["status"]
         by_status[status].append(one.predicted.fits == (status == "ok"))
@@ -255,7 +255,7 @@ def _score_case(
         if metric == "step_time_s":
             ratio = 1 / ratio
         errors["throughput"] = 100 * (ratio - 1)
-    if measured.peak_memory_gib is not None:
+    if measured.peak_memory_gib:
         errors["memory"] = 100 * (predicted.memory_gib / measured.peak_memory_gib - 1)
     return ScoredCase(
         id=case.id,
