@@ -90,7 +90,7 @@ def _why(plan: Plan) -> dict[str, Any] | None:
     if plan.why is None:
         return None
     asked, other = plan.why
-    tree: dict[str, Any] = dict.fromkeys(("strategy", "layout", "rejected", "refused"))
+    tree = dict.fromkeys(("strategy", "layout", "rejected", "refused"))
     tree["asked"] = asked
     if isinstance(other, str):
         tree["refused"] = other

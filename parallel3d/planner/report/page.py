@@ -179,7 +179,7 @@ def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
             sizes = f"{_sizes(other.parallel)} mb {other.parallel.microbatch_size}"
             yield "runner-up", f"{sizes} is equal within error ({gain:+.1%} tokens/s)"
     for key, neighbour in plan.neighbours.items():
-        if neighbour is not None:
+        if neighbour:
             other = neighbour.strategy
             size = getattr(other.request, key)
             asked = getattr(plan.request, key)
@@ -189,7 +189,7 @@ def _answers(plan: Plan) -> Iterator[tuple[str, str]]:
                 gains += f" ({(1 + neighbour.gain) * size / asked - 1:+.0%} in all)"
                 label = "devices"
             yield label, f"{size} instead of {asked}: {gains}, {_sizes(other.parallel)}"
-    if plan.why is not None:
+    if plan.why:
         words, answer = plan.why
         yield "why not", f"{words}: {_why_not(answer, best)}"
 

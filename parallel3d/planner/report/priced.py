@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import islice
 from math import inf
 from operator import attrgetter
 from typing import Any
@@ -36,15 +37,15 @@ def priced_tree(plan: Plan) -> dict[str, Any]:
     for each in _front_first(plan.result.priced):
         found.setdefault(each.parallel, each)
     tokens = request.global_batch_size * request.seq_len / request.gpus
-    layouts = []
-    for each in [*found.values()][:_MOST]:
-        tree = {
+    layouts = [
+        {
             "parallel": own_keys(replace(each.parallel, sharding=each.parallel.strategy)),
             "memory_gib": each.bytes / GIB,
             "tokens_per_s_per_gpu": tokens / each.step_time_s,
             "fits": each.bytes <= request.usable_bytes,
         }
-        layouts.append(tree)
+        for each in islice(found.values(), _MOST)
+    ]
     return {"count": len(found), "of": count_layouts(request), "layouts": layouts}
 
 
