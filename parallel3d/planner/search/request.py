@@ -85,10 +85,11 @@ class PlanRequest:
     def lacks_experts(self) -> bool:
         """True if the framework cannot train the experts of the shape."""
         experts = self.shape.experts
-        if experts is None or "ep" not in self.framework.axes:
-            return experts is not None
-        is_beyond = self.shape.latent is not None or experts.most_groups is not None
-        return is_beyond and self.framework.is_parallel3d
+        if experts is None:
+            return False
+        framework = self.framework
+        is_beyond = self.shape.latent or experts.most_groups
+        return "ep" not in framework.axes or bool(is_beyond and framework.is_parallel3d)
 
     def planned_shape(self, tp: int) -> ModelShape:
         """Returns the shape with the vocabulary padded as the framework does.
