@@ -76,7 +76,7 @@ def test_the_bounds_are_below_what_they_bound(
 ) -> None:
     asked = request(0.95, *schedules, seq_len=seq_len, model=model)
     seen = 0
-    for family in (family for own in families(asked).values() for family in own):
+    for family in (family for own in families(asked) for family in own):
         for parallel in every(asked, family):
             run = asked.planned_run(parallel)
             assert sum(RankEstimate(run, 0).least_bytes) <= worst_rank(run).total, parallel
@@ -97,7 +97,7 @@ def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(
     """The fastest and the lowest are compared with those among all layouts, each priced and
     weighed."""
     asked = request(memory_fraction, seq_len=seq_len, model=model)
-    for own in families(asked).values():
+    for own in families(asked):
         jobs = {
             parallel: asked.planned_run(parallel)
             for family in own

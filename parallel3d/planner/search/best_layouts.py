@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import chain, islice
 from math import inf
 from operator import attrgetter
-from typing import Literal
+from typing import Any, Literal
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB
@@ -132,7 +132,7 @@ def sweep(request: PlanRequest, sizes: Iterable[int]) -> dict[int, Strategy | st
 
 def _searches(request: PlanRequest) -> list[TpPpSearch]:
     blocks: BlockTimeCache = {}
-    return [TpPpSearch(request, own, blocks) for own in families(request).values()]
+    return [TpPpSearch(request, own, blocks) for own in families(request)]
 
 
 def _no_layout(request: PlanRequest) -> str:
@@ -189,10 +189,9 @@ def _simulate(request: PlanRequest, candidates: list[Candidate]) -> list[Strateg
     for each in candidates:
         found = Strategy(request, each.parallel)
         exact[each._replace(step_time_s=found.cost.step_time_s)] = found
-    keys = ["tp", "pp"]
-    if len({(each.parallel.tp, each.parallel.pp) for each in candidates}) == 1:
-        keys = ["dp_shard", "microbatch_size", "recompute"]
-    differs = attrgetter(*keys)
+    differs: attrgetter[Any] = attrgetter("tp", "pp")
+    if len({differs(each.parallel) for each in candidates}) == 1:
+        differs = attrgetter("dp_shard", "microbatch_size", "recompute")
     shown: dict[object, Strategy] = {}
     for each in put_in_order(request, exact):
         shown.setdefault(differs(each.parallel), exact[each])

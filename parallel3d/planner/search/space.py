@@ -9,7 +9,7 @@ is a set of layouts that differ only in recompute and data parallelism.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from itertools import product
 from math import gcd, prod
@@ -92,13 +92,13 @@ def _rule_errors(request: PlanRequest, parallel: ParallelConfig) -> Iterator[str
     yield from sharding_errors(parallel)
 
 
-def families(request: PlanRequest) -> dict[tuple[int, int], list[ParallelConfig]]:
-    """Returns the valid families, keyed by (tp, pp). One layout represents each family."""
+def families(request: PlanRequest) -> Iterable[list[ParallelConfig]]:
+    """Returns the valid families of each tp x pp. One layout represents each family."""
     found = defaultdict(list)
     for plain in _plain_layouts(request):
         for family in _families_of(request, plain):
             found[plain.tp, plain.pp].append(family)
-    return found
+    return found.values()
 
 
 def _plain_layouts(request: PlanRequest) -> Iterator[ParallelConfig]:
@@ -199,8 +199,8 @@ def _stage_counts(request: PlanRequest, name: ScheduleName, pp: int) -> Sequence
 def count_layouts(request: PlanRequest) -> int:
     """Counts the layouts of the search space."""
     found = 0
-    for (_, pp), own in families(request).items():
-        kinds = len(recompute_choices(request, pp))
+    for own in families(request):
+        kinds = len(recompute_choices(request, own[0].pp))
         for family in own:
             found += kinds * len([*data_layouts(request, family)])
     return found

@@ -176,9 +176,9 @@ class TpPpSearch:
         choices = self._recompute_choices
         if not self._has_single_blocks:
             choices = choices[-1:]
-        choices_of = product(self._families, choices)
+        pairs = product(self._families, choices)
         found: Candidate | None = None
-        for family, kind in sorted(choices_of, key=lambda each: self._lower_bound(*each)):
+        for family, kind in sorted(pairs, key=lambda pair: self._lower_bound(*pair)):
             if self._lower_bound(family, kind) > within:
                 break
             ways: Iterable[ParallelConfig] = data_layouts(self._request, family.parallel)
