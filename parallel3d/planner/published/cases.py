@@ -260,7 +260,7 @@ class _Case:
     def published(self) -> PublishedCase:
         """Returns the case with its run. Raises ValueError if it is not valid."""
         run = self._run()
-        tags = tuple(map(str, self.tree.get("tags") or ()))
+        tags = tuple(self.tree.get("tags") or ())
         reasons = {
             "mixture of experts": run.shape.experts is not None,
             "float8": run.precision == "fp8",

@@ -207,10 +207,11 @@ def without_own_sources(file: CaseFile, plain: Score) -> CaseFile:
             errors[one.stack, one.source].append(error + log(STACKS[one.stack].quality))
     found = []
     for case in file.cases:
-        others = []
-        for (stack, source), own in errors.items():
-            if stack == case.stack and source != case.source:
-                others.append(own)
+        others = [
+            own
+            for (stack, source), own in errors.items()
+            if stack == case.stack and source != case.source
+        ]
         framework = replace(case.run.framework, quality=stack_quality(others))
         found.append(replace(case, run=replace(case.run, framework=framework)))
     return replace(file, cases=tuple(found))

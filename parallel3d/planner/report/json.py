@@ -173,7 +173,7 @@ def strategy_tree(found: Strategy, tokens: float | None = None) -> dict[str, Any
     speeds = {name: getattr(cost, name) for name in _SPEEDS}
     ranges = {"memory_gib": asdict(spread.around("memory", memory.total / GIB))}
     for name, value in (speeds | length).items():
-        if value is not None:
+        if value:
             ranges[name] = asdict(spread.around("throughput", value))
     vocab = found.run.shape.vocab
     return {

@@ -74,7 +74,7 @@ def remedies(request: PlanRequest) -> Iterator[str]:
     sequence = longest_sequence(request)
     if sequence:
         yield f"sequences of {sequence.request.seq_len} tokens instead of {request.seq_len}"
-    if one_that_fits(replace(request, fixed=Fixed())) is not None:
+    if one_that_fits(replace(request, fixed=Fixed())):
         yield "removing the fixed options"
 
 
