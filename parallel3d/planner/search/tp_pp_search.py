@@ -50,7 +50,7 @@ class _Family:
     parallel: ParallelConfig
     known: CostCache
     first: set[RecomputeChoice] = field(default_factory=set)
-    # Bytes of the worst rank, keyed by data-parallel layout and recompute.
+    # Bytes of the worst rank, keyed by recompute and data-parallel layout.
     bytes: dict[object, float] = field(default_factory=dict)
 
 
@@ -187,7 +187,7 @@ class TpPpSearch:
             for way in ways:
                 if self._lower_bound(family, kind, way) > within:
                     continue
-                bytes_ = self._layout_bytes(family, way, kind)
+                bytes_ = self._layout_bytes(family, kind, way)
                 if bytes_ < within or (found is None and bytes_ == within):
                     found = Candidate(kind.of(way), inf, bytes_)
                     within = bytes_
@@ -195,14 +195,12 @@ class TpPpSearch:
                         return found
         return found
 
-    def _layout_bytes(
-        self, family: _Family, parallel: ParallelConfig, kind: RecomputeChoice
-    ) -> float:
+    def _layout_bytes(self, family: _Family, kind: RecomputeChoice, way: ParallelConfig) -> float:
         """Returns the bytes of the worst rank of a layout with this recompute, cached."""
-        key = (parallel.dp_shard, parallel.sharding, parallel.gather), kind
+        key = kind, way.dp_shard, way.sharding, way.gather
         if key not in family.bytes:
             self.checked += 1
-            family.bytes[key] = worst_rank(self._request.planned_run(kind.of(parallel))).total
+            family.bytes[key] = worst_rank(self._request.planned_run(kind.of(way))).total
         return family.bytes[key]
 
     def _least_work_s(self, group: list[_Family]) -> float:
@@ -226,7 +224,7 @@ class TpPpSearch:
         and 0 for a family.
         """
         if not self._request.framework.is_parallel3d:
-            return self._layout_bytes(family, way, kind) if way else 0.0
+            return self._layout_bytes(family, kind, way) if way else 0.0
         way = way or _all_sharded(family.parallel)
         key = (
             way.schedule,
