@@ -133,10 +133,8 @@ class CalibratedHost:
         bytes_ = hidden_bytes(run)
         if layout.sequence_parallel:
             bytes_ /= layout.tp
-        if self.ranks is None:
-            return send_s(run.cluster, bytes_, nodes=1)
-        if layout.world_size > run.cluster.gpus_per_node:
-            return send_s(run.cluster, bytes_, nodes=2)
+        if self.ranks is None or layout.world_size > run.cluster.gpus_per_node:
+            return send_s(run, bytes_)
         return self.ranks.action_s + beyond_smallest_s(self.ranks.transfer, bytes_)
 
     def once_s(self, part: StageSlice) -> tuple[float, float, float]:

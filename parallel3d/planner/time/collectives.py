@@ -27,7 +27,7 @@ def ring_bandwidth(cluster: Cluster, group: Group) -> float:
     """Returns the bytes per second through the slowest link of a ring over the group."""
     if group.nodes == 1:
         return cluster.node.sustained
-    network = group.per_node * cluster.network.sustained / _spread(cluster, group.span)
+    network = group.per_node * _port_bandwidth(cluster, group.span)
     return min(cluster.node.sustained, network)
 
 
@@ -119,24 +119,27 @@ def experts_exchange_s(run: PlannedRun) -> float:
     copies = experts.per_token
     if experts.most_groups is not None:  # A token is sent to each node at most once.
         copies = min(copies, experts.most_groups, group.nodes)
-    port = cluster.network.sustained / _spread(cluster, group.span)
-    bandwidth = min(cluster.node.sustained, port)
+    bandwidth = min(cluster.node.sustained, _port_bandwidth(cluster, group.span))
     across_s = bytes_ * copies * away / bandwidth + group.nodes * cluster.network.latency_s
     return max(within_s, across_s)
 
 
-def send_s(cluster: Cluster, bytes_: float, *, nodes: int) -> float:
-    """Returns the seconds of a transfer between pipeline stages of a run on `nodes` nodes."""
-    link = cluster.network if nodes > 1 else cluster.node
-    bandwidth = link.sustained / _spread(cluster, nodes)
-    return bytes_ / bandwidth + link.latency_s
+def send_s(run: PlannedRun, bytes_: float) -> float:
+    """Returns the seconds of a transfer between pipeline stages, over the network if the run has
+    several nodes."""
+    cluster = run.cluster
+    nodes = ceil(run.layout.world_size / cluster.gpus_per_node)
+    if nodes == 1:
+        return bytes_ / cluster.node.sustained + cluster.node.latency_s
+    return bytes_ / _port_bandwidth(cluster, nodes) + cluster.network.latency_s
 
 
-def _spread(cluster: Cluster, nodes: int) -> float:
-    """Returns the oversubscription of the network tiers that connect this number of nodes."""
-    if nodes > cluster.network.whole_nodes:
-        return cluster.network.oversubscription
-    return 1.0
+def _port_bandwidth(cluster: Cluster, nodes: int) -> float:
+    """Returns the bytes per second of a network port that connects this number of nodes."""
+    network = cluster.network
+    if nodes > network.whole_nodes:
+        return network.sustained / network.oversubscription
+    return network.sustained
 
 
 def reduced_once_s(run: PlannedRun, part: StageSlice) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from math import ceil
 
 from parallel3d.planner.hardware.units import ROUNDED
 from parallel3d.planner.model.muon import MuonCosts, muon_matrices
@@ -172,10 +171,6 @@ def least_work_s(run: PlannedRun, *, known: CostCache, turns: float) -> float:
     return run.framework.quality * ROUNDED * rounds * work / pp
 
 
-def _nodes(run: PlannedRun) -> int:
-    return ceil(run.layout.world_size / run.cluster.gpus_per_node)
-
-
 def _calibrated_host(run: PlannedRun) -> CalibratedHost | None:
     measured = run.cluster.measured
     if measured is None or not run.framework.is_parallel3d:
@@ -202,7 +197,7 @@ def _pipeline(
         if pp > 1:
             # Each tp rank sends its shard. Without sequence parallelism the receivers all-gather it
             # (Narayanan et al. 2021, arXiv 2104.04473, section 4.1).
-            send = send_s(run.cluster, hidden_bytes(run) / layout.tp, nodes=_nodes(run))
+            send = send_s(run, hidden_bytes(run) / layout.tp)
             blocked = send + run.framework.action_s
     times = _stage_times(run, micro, blocked)
     rank_s = [0.0] * pp
@@ -322,7 +317,7 @@ def _once_s(run: PlannedRun, micro: MicrobatchTimes) -> tuple[float, float]:
         # sends one half to be summed, then the summed other half.
         numel = run.shape.vocab * run.shape.hidden / layout.tp
         half_bytes = numel * run.framework.reduce_bytes / 2
-        optimizer += 2 * send_s(run.cluster, half_bytes, nodes=_nodes(run))
+        optimizer += 2 * send_s(run, half_bytes)
     return data, optimizer
 
 
