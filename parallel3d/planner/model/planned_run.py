@@ -117,11 +117,6 @@ class PlannedRun:
         """Bytes per element of an activation."""
         return 4.0 if self.precision == "fp32" else 2.0
 
-    @property
-    def runs_parallel3d(self) -> bool:
-        """True if parallel3d runs the job, in a layout without axes of other frameworks."""
-        return self.framework.is_parallel3d and self.layout.sharding is not None
-
     @cached_property
     def block_parameters(self) -> int:
         """Parameters of one block on a tp rank, without routed experts."""
@@ -129,9 +124,8 @@ class PlannedRun:
 
     def stage_parameters(self, part: StageSlice) -> int:
         """Counts the parameters of a slice of the model on tp rank 0, without routed experts."""
-        return rank_numel(
-            self.shape, (part,), self.layout.tp, repeats_kv_heads=not self.runs_parallel3d
-        )
+        repeats = not self.framework.is_parallel3d
+        return rank_numel(self.shape, (part,), self.layout.tp, repeats_kv_heads=repeats)
 
     @property
     def fullest_rows(self) -> float:
