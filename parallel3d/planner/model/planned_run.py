@@ -7,7 +7,7 @@ from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.config.sharding_strategies import REPLICATED, Cadence, usual_bucket_mib
+from parallel3d.config.sharding_strategies import REPLICATED, usual_bucket_mib
 from parallel3d.planner.hardware.cluster import Cluster, Group, axis_group
 from parallel3d.planner.hardware.framework import FrameworkProfile
 from parallel3d.planner.model.parameters import expert_numel, rank_numel, weights_of_block
@@ -295,23 +295,12 @@ def spread(layers: int, stages: int) -> tuple[int, ...]:
     return (each,) * first + (each + 1,) * left + (each,) * last
 
 
-def other_gather(pp: int, microbatches: int) -> Cadence:
-    """Returns the default gather cadence of other frameworks.
-
-    "microbatch" frees parameters between uses.
-    """
-    return "microbatch" if pp == microbatches == 1 else "step"
-
-
 def from_config(
     parallel: ParallelConfig, global_batch_size: int, framework: FrameworkProfile
 ) -> RunLayout:
     """Adds microbatches and shard counts to the layout of a recipe or framework. Sharding is over
     dp_shard x cp ranks."""
     microbatches = global_batch_size // (parallel.dp * parallel.microbatch_size)
-    gather = parallel.gather_cadence
-    if not framework.is_parallel3d:
-        gather = parallel.gather or other_gather(parallel.pp, microbatches)
     usual_ep = parallel.tp if framework.is_parallel3d else 1
     split = parallel.shard_ranks
     shards = 1 if parallel.strategy in REPLICATED else split
@@ -319,7 +308,7 @@ def from_config(
         "sharding": parallel.strategy,
         "ep": parallel.ep or usual_ep,
         "recompute_every": parallel.recompute_every or 1,
-        "gather": gather,
+        "gather": parallel.gather_cadence,
         "microbatches": microbatches,
         "parameter_shards": shards,
         "gradient_shards": shards,

@@ -30,7 +30,7 @@ from parallel3d.planner.memory.ranks import memory_by_rank, needed_bytes
 from parallel3d.planner.model.experts import Experts
 from parallel3d.planner.model.named import named_shape
 from parallel3d.planner.model.parameters import FlopsDefinition
-from parallel3d.planner.model.planned_run import PlannedRun, RunLayout, other_gather
+from parallel3d.planner.model.planned_run import PlannedRun, RunLayout
 from parallel3d.planner.model.shapes import FeedForward, ModelShape, Positions
 
 
@@ -366,7 +366,6 @@ class _Case:
             schedule=schedule,
             microbatch_size=train.micro_batch,
             microbatches=microbatches,
-            gather=other_gather(pp, microbatches),
             parameter_shards=shards if zero >= 3 else 1,
             gradient_shards=shards if zero >= 2 else 1,
             optimizer_shards=shards,
