@@ -10,6 +10,7 @@ import pytest
 from parallel3d.planner.hardware.framework import EAGER, FUSED, SOFTMAX, in_precision
 from parallel3d.planner.memory.ranks import memory_by_rank
 from parallel3d.planner.model.planned_run import PlannedRun
+from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.published.cases import PublishedCase, read_case
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
@@ -35,7 +36,7 @@ def test_fsdp_gathers_once_a_step_inside_a_pipeline_and_keeps_what_it_gathered()
     assert step_cost(few).parts.dp == pytest.approx(step_cost(many).parts.dp)
     alone = [step_cost(sharded(dp_shard=8, microbatches=m)).parts.dp for m in (8, 32)]
     assert alone[1] > 3 * alone[0]
-    blocks = 8 * few.block_parameters
+    blocks = 8 * few.stage_parameters(StageSlice(layers=1))
     first = memory_by_rank(few)[1]
     assert first.buffers == pytest.approx(6 * blocks, rel=0.05)  # 2 bytes gathered, 4 of gradients
 

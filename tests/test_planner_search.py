@@ -20,6 +20,7 @@ from parallel3d.config.recipe import (
 )
 from parallel3d.config.rules import validate
 from parallel3d.errors import ConfigError
+from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.planner.model.training import OptimizerMemory
 from parallel3d.planner.search.best_layouts import search
 from parallel3d.planner.search.neighbours import find_neighbours
@@ -132,7 +133,7 @@ def test_tp_may_be_a_multiple_of_the_key_value_heads() -> None:
     best = search(asked, top=1).strategies[0]
     kv = 2 * MODEL.hidden * MODEL.key_value_heads * MODEL.hidden // MODEL.heads
     rest = 2 * MODEL.hidden**2 + 3 * MODEL.hidden * MODEL.ffn_hidden
-    assert best.run.block_parameters == kv + rest // 8 + 2 * MODEL.hidden
+    assert best.run.stage_parameters(StageSlice(layers=1)) == kv + rest // 8 + 2 * MODEL.hidden
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.schedules.build import live_microbatches
 
+_BLOCK = StageSlice(layers=1)
 # These are fitted on the runs of tools/cases.
 _NORM_COPIES = 4.0  # Bytes of float32 copies in norms, per element of [tokens, hidden].
 _ROPE_COPIES = 1.0  # Number of copies of q and k that RoPE saves, in addition to the originals.
@@ -115,11 +116,11 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     framework = run.framework
     bytes_ = 0.0
     if layout.parameter_shards > 1:
-        block = run.block_parameters
+        block = run.stage_parameters(_BLOCK)
         ends = parameters - run.stage_parameters(replace(part, embedding=False, head=False))
         # Experts are all-gathered only if they are sharded.
         if layout.expert_shards(layout.parameter_shards) > 1:
-            block += run.stage_experts(StageSlice(layers=1, embedding=False, head=False))
+            block += run.stage_experts(_BLOCK)
             parameters += run.stage_experts(part)
         # All-gathered once per step: gradients are unsharded until the last backward pass.
         at_once = float(parameters)

@@ -117,11 +117,6 @@ class PlannedRun:
         """Bytes per element of an activation."""
         return 4.0 if self.precision == "fp32" else 2.0
 
-    @cached_property
-    def block_parameters(self) -> int:
-        """Parameters of one block on a tp rank, without routed experts."""
-        return self.stage_parameters(StageSlice(layers=1, embedding=False, head=False))
-
     def stage_parameters(self, part: StageSlice) -> int:
         """Counts the parameters of a slice of the model on tp rank 0, without routed experts."""
         repeats = not self.framework.is_parallel3d
@@ -259,7 +254,7 @@ def _slices(layers: tuple[int, ...], dense: int) -> tuple[StageSlice, ...]:
 
 @lru_cache(maxsize=4096)
 def _together(stages: tuple[StageSlice, ...], placement: tuple[int, ...]) -> tuple[StageSlice, ...]:
-    ranks = [StageSlice(layers=0, embedding=False, head=False)] * (max(placement) + 1)
+    ranks = [StageSlice()] * (max(placement) + 1)
     for stage, rank in zip(stages, placement, strict=True):
         ranks[rank] = ranks[rank].plus(stage)
     return tuple(ranks)

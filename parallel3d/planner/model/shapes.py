@@ -110,9 +110,9 @@ class ModelShape:
 class StageSlice:
     """The part of the model in a pipeline stage or on a pipeline rank."""
 
-    layers: int
-    embedding: bool
-    head: bool
+    layers: int = 0
+    embedding: bool = False
+    head: bool = False
     dense: int = 0  # Number of layers without experts, in an MoE model.
 
     def plus(self, other: StageSlice) -> StageSlice:

@@ -18,8 +18,8 @@ from parallel3d.planner.model.shapes import StageSlice
 # A ring over this many nodes has half the bandwidth between neighbours, because of stragglers
 # and congestion in the upper network tiers. Fitted on the runs of tools/cases with 1 to 2,048 GPUs.
 _HALF_SPEED_NODES = 256
-_BLOCK = StageSlice(layers=1, embedding=False, head=False)
-_ENDS = StageSlice(layers=0, embedding=True, head=True)
+_BLOCK = StageSlice(layers=1)
+_ENDS = StageSlice(embedding=True, head=True)
 _HIDDEN = 0.5  # overlapped fraction of collectives that run once per step, fitted on the same runs
 
 
