@@ -148,8 +148,7 @@ def reduced_once_s(run: PlannedRun, part: StageSlice) -> float:
     Gradients are reduced once per step. If the optimizer is sharded, updated parameters are
     all-gathered.
     """
-    shards = run.layout.optimizer_shards
-    gather_s, reduce_s = _unit_s(run, part, shards)
+    gather_s, reduce_s = _unit_s(run, part)
     return (reduce_s + gather_s) * (1 - _HIDDEN)
 
 
@@ -170,9 +169,8 @@ def sharded_s(
         backward: Seconds of a block's backward pass.
         ends_s: Seconds of the embedding and the head, forward plus backward.
     """
-    layout = run.layout
-    gather_s, reduce_s = _unit_s(run, _BLOCK, layout.parameter_shards)
-    ends_gather_s, ends_reduce_s = _unit_s(run, _ENDS, layout.parameter_shards)
+    gather_s, reduce_s = _unit_s(run, _BLOCK)
+    ends_gather_s, ends_reduce_s = _unit_s(run, _ENDS)
     layers = max(part.layers for part in run.ranks)
     gathers, reductions = run.sharding_rounds
     regather_s = gather_s if _regathers(run) else 0.0
@@ -201,8 +199,7 @@ def all_data_parallel_s(run: PlannedRun) -> tuple[float, float]:
         slices = [(_BLOCK, layers, block_gathers, reductions), (_ENDS, 1, 2 * gathers, reductions)]
     sharded_s = replicated_s = 0.0
     for part, count, gathers, reductions in slices:
-        prices = _collectives_s(run, part, run.layout.optimizer_shards)
-        for _, gather_s, scatter_s, replicas_s in prices:
+        for _, gather_s, scatter_s, replicas_s in _collectives_s(run, part):
             sharded_s += count * (gathers * gather_s + reductions * scatter_s)
             replicated_s += count * reductions * replicas_s
     return sharded_s, replicated_s
@@ -215,10 +212,10 @@ def _regathers(run: PlannedRun) -> bool:
     return gathers > 1 and (layout.pp == 1 or layout.gather_cadence == "microbatch")
 
 
-def _unit_s(run: PlannedRun, part: StageSlice, shards: int) -> tuple[float, float]:
+def _unit_s(run: PlannedRun, part: StageSlice) -> tuple[float, float]:
     """Returns the seconds to all-gather the parameters of a slice and to reduce their gradients."""
     gathers_s = reduce_s = 0.0
-    for inner, gather_s, scatter_s, replicas_s in _collectives_s(run, part, shards):
+    for inner, gather_s, scatter_s, replicas_s in _collectives_s(run, part):
         gathers_s += gather_s
         if inner.nodes == 1 and inner.size > 1:
             # Links in the node and the network are used in parallel.
@@ -229,7 +226,7 @@ def _unit_s(run: PlannedRun, part: StageSlice, shards: int) -> tuple[float, floa
 
 
 def _collectives_s(
-    run: PlannedRun, part: StageSlice, shards: int
+    run: PlannedRun, part: StageSlice
 ) -> Iterator[tuple[Group, float, float, float]]:
     """Yields the group that shards the parameters of a slice, and the seconds of an all-gather, a
     reduce-scatter, and an all-reduce between replicas. Then the same for its experts, if any.
@@ -237,38 +234,22 @@ def _collectives_s(
     Experts are sharded over the ranks that hold the same experts.
     """
     layout = run.layout
-    parameters = run.stage_parameters(part)
-    yield _split_s(run, parameters, shards, layout.replicas, layout.tp)
-    experts = run.stage_experts(part)
-    if experts:
-        yield _split_s(
-            run,
-            experts,
-            shards=layout.expert_shards(shards),
-            ranks=layout.expert_replicas,
-            stride=layout.ep * layout.expert_tp,
-        )
-
-
-def _split_s(
-    run: PlannedRun,
-    parameters: int,
-    shards: int,
-    ranks: int,
-    stride: int,
-) -> tuple[Group, float, float, float]:
-    """Returns an element of `_collectives_s`.
-
-    `ranks` ranks, `stride` apart, share the parameters. They form replicas of `shards` shards.
-    """
     framework = run.framework
     cluster = run.cluster
-    gradients = parameters * framework.reduce_bytes
+    reduce_bytes = framework.reduce_bytes
     if framework.is_parallel3d:
-        gradients = parameters * run.layout.reduce_bytes
-    inner = run.group(shards, stride)
-    outer = run.group(ranks // shards, stride * shards)
-    gather_s = all_gather_s(cluster, inner, parameters * run.item_bytes)
-    scatter_s = all_gather_s(cluster, inner, gradients)
-    replicas_s = all_reduce_s(cluster, outer, gradients / shards)
-    return inner, gather_s, scatter_s, replicas_s
+        reduce_bytes = layout.reduce_bytes
+    # Parameters, and the ranks that share them, in replicas of `shards` ranks, `stride` apart.
+    shards = layout.optimizer_shards
+    shared = [(run.stage_parameters(part), layout.replicas, shards, layout.tp)]
+    if experts := run.stage_experts(part):
+        stride = layout.ep * layout.expert_tp
+        own_shards = layout.expert_shards(shards)
+        shared.append((experts, layout.expert_replicas, own_shards, stride))
+    for parameters, ranks, shards, stride in shared:
+        gradients = parameters * reduce_bytes
+        inner = run.group(shards, stride)
+        outer = run.group(ranks // shards, stride * shards)
+        gather_s = all_gather_s(cluster, inner, parameters * run.item_bytes)
+        scatter_s = all_gather_s(cluster, inner, gradients)
+        yield inner, gather_s, scatter_s, all_reduce_s(cluster, outer, gradients / shards)
