@@ -76,10 +76,10 @@ def _activations(run: PlannedRun, rank: int) -> float:
     if part.embedding:  # int64 token ids, and a dropout mask
         kept = 8.0 * run.tokens
         if run.framework.dropout:
-            kept += _outside(run)
+            kept += run.outside
         bytes_ += live * kept
     if part.head:  # Input and output of the last norm.
-        bytes_ += 4.0 * _outside(run)
+        bytes_ += 4.0 * run.outside
     return bytes_
 
 
@@ -128,7 +128,7 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
             at_once = 2 * block + ends
         bytes_ = at_once * (run.item_bytes + framework.gradient_bytes)
     if layout.pp > 1:
-        bytes_ += 4 * run.item_bytes * _outside(run)
+        bytes_ += 4 * run.item_bytes * run.outside
     return bytes_
 
 
@@ -139,7 +139,7 @@ def _kept_bytes(run: PlannedRun) -> float:
     """
     layout = run.layout
     shape = run.shape
-    inputs = _outside(run) * run.item_bytes
+    inputs = run.outside * run.item_bytes
     whole = _whole_block_bytes(run, is_selective=layout.recompute == "selective")
     if layout.recompute in ("full", "every_n"):
         share = 1.0
@@ -151,7 +151,7 @@ def _kept_bytes(run: PlannedRun) -> float:
         # parallelisms/parallelize_llama.py): the block's input, the attention output, and the
         # output of every second matmul.
         kept = run.tokens * (shape.kv_hidden + shape.hidden + 2.0 * shape.heads) / layout.tp
-        return 2.0 * inputs + (kept + _inner(run)) * run.item_bytes
+        return 2.0 * inputs + (kept + run.inner(run.fullest_rows)) * run.item_bytes
     return whole
 
 
@@ -164,7 +164,7 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool) -> float:
     copies = 0.0 if shape.layer_norm else _NORM_COPIES
     masks = 2.0 if framework.dropout else 0.0
     norms = (8.0 + copies) * shape.block_norms / 2
-    bytes_ = _outside(run) * (norms + masks)
+    bytes_ = run.outside * (norms + masks)
     # q, k, v and the input of the output projection. q and k count twice unless RoPE is applied in
     # place.
     kv = max(shape.kv_hidden, shape.head_dim * layout.tp)
@@ -176,12 +176,12 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool) -> float:
         narrow = latent.key_value_rank + latent.turned + (latent.query_rank or 0)
         features = 2.0 * shape.query_hidden + 2.0 * shape.heads * latent.value + rotated
         # inputs and outputs of the latent norms
-        bytes_ += 4.0 * narrow * _outside(run) / shape.hidden
+        bytes_ += 4.0 * narrow * run.outside / shape.hidden
     # Inputs and output of the activation. An unfused SwiGLU also saves silu(gate).
     tensors = shape.feed_forward_inputs + 1
     if shape.is_gated and not framework.fused_mlp:
         tensors += 1
-    inner = tensors * _inner(run)
+    inner = tensors * run.inner(run.fullest_rows)
     if shape.experts is not None:  # Tokens that the experts received, before and after sorting.
         inner += 2.0 * run.fullest_rows * shape.hidden
     # A tiled kernel saves one float32 per query and head. Others save the scores, or recompute.
@@ -191,24 +191,3 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool) -> float:
     attention = run.tokens * (2.0 * features + score * shape.heads) / layout.tp
     bytes_ += attention + 2.0 * inner
     return bytes_ * run.item_bytes / 2
-
-
-def _inner(run: PlannedRun) -> float:
-    """Returns the elements of a hidden tensor in the MLPs of a rank per microbatch. An expert's
-    rows are the tokens routed to it."""
-    shape = run.shape
-    layout = run.layout
-    experts = shape.experts
-    if experts is None:
-        return run.tokens * shape.ffn_hidden / layout.tp
-    shared = run.tokens * experts.shared_hidden / layout.tp
-    routed = run.fullest_rows * experts.hidden / layout.expert_tp
-    return shared + routed
-
-
-def _outside(run: PlannedRun) -> float:
-    """Returns the elements of a [tokens, hidden] tensor on a rank."""
-    elements = run.tokens * run.shape.hidden
-    if run.layout.sequence_parallel:
-        return elements / run.layout.tp
-    return float(elements)

@@ -105,6 +105,24 @@ class PlannedRun:
         return self.tokens * experts.per_token * layout.expert_tp / layout.tp
 
     @property
+    def outside(self) -> float:
+        """Elements of a [tokens, hidden] tensor on a rank outside attention and MLP."""
+        elements = float(self.tokens * self.shape.hidden)
+        if self.layout.sequence_parallel:
+            return elements / self.layout.tp
+        return elements
+
+    def inner(self, rows: float) -> float:
+        """Returns the elements of a hidden tensor in the MLPs of a rank per microbatch, if its
+        routed experts compute `rows` rows."""
+        tp = self.layout.tp
+        experts = self.shape.experts
+        if experts is None:
+            return self.tokens * self.shape.ffn_hidden / tp
+        shared = self.tokens * experts.shared_hidden / tp
+        return shared + rows * experts.hidden / self.layout.expert_tp
+
+    @property
     def rank_vocab(self) -> int:
         """Rows of the embedding table on a tp rank. Other frameworks pad the table to a multiple of
         128 tp rows, like Megatron-LM.

@@ -250,32 +250,21 @@ def elementwise_bytes(run: PlannedRun) -> tuple[float, float]:
     """Returns the bytes moved by norms, elementwise operations and expert permutation, forward and
     backward."""
     shape = run.shape
-    layout = run.layout
-    t = run.tokens
-    outside: float = t * shape.hidden
-    if layout.sequence_parallel:
-        outside /= layout.tp
     norms = shape.block_norms / 2
-    forward = outside * (_NORM_FORWARD * norms + _OUTSIDE_FORWARD)
-    backward = outside * (_NORM_BACKWARD * norms + _OUTSIDE_BACKWARD)
-    inner = t * shape.ffn_hidden / layout.tp
-    if (experts := shape.experts) is not None:
-        rows = run.routed_rows
-        inner = t * experts.shared_hidden / layout.tp + rows * experts.hidden / layout.expert_tp
-        forward += _PERMUTE * rows * shape.hidden
-        backward += _PERMUTE * rows * shape.hidden
+    forward = run.outside * (_NORM_FORWARD * norms + _OUTSIDE_FORWARD)
+    backward = run.outside * (_NORM_BACKWARD * norms + _OUTSIDE_BACKWARD)
+    inner = run.inner(run.routed_rows)
     if shape.is_gated:
         forward += inner * _SWIGLU_FORWARD
         backward += inner * _SWIGLU_BACKWARD
     else:
         forward += inner * _GELU_FORWARD
         backward += inner * _GELU_BACKWARD
+    both = _PERMUTE * run.routed_rows * shape.hidden
     if shape.positions == "rope":
-        rotated = t * (shape.query_hidden + shape.kv_hidden) / layout.tp
-        forward += rotated * _ROPE
-        backward += rotated * _ROPE
+        both += _ROPE * run.tokens * (shape.query_hidden + shape.kv_hidden) / run.layout.tp
     scale = run.item_bytes / 2
-    return forward * scale, backward * scale
+    return (forward + both) * scale, (backward + both) * scale
 
 
 def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:

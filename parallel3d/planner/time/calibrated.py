@@ -130,9 +130,7 @@ class CalibratedHost:
         layout = run.layout
         if layout.pp == 1:
             return 0.0
-        bytes_ = hidden_bytes(run)
-        if layout.sequence_parallel:
-            bytes_ /= layout.tp
+        bytes_ = run.outside * run.item_bytes
         if self.ranks is None or layout.world_size > run.cluster.gpus_per_node:
             return send_s(run, bytes_)
         return self.ranks.action_s + beyond_smallest_s(self.ranks.transfer, bytes_)
