@@ -168,15 +168,16 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool) -> float:
     # q, k, v and the input of the output projection. q and k count twice unless RoPE is applied in
     # place.
     kv = max(shape.kv_hidden, shape.head_dim * layout.tp)
+    values = kv
     rotated = 0.0
     if shape.positions == "rope":
         rotated = (shape.query_hidden + kv) * _ROPE_COPIES
-    features = 2.0 * shape.query_hidden + 2.0 * kv + rotated
     if (latent := shape.latent) is not None:
         narrow = latent.key_value_rank + latent.turned + (latent.query_rank or 0)
-        features = 2.0 * shape.query_hidden + 2.0 * shape.heads * latent.value + rotated
+        values = shape.heads * latent.value
         # inputs and outputs of the latent norms
         bytes_ += 4.0 * narrow * run.outside / shape.hidden
+    features = 2.0 * shape.query_hidden + 2.0 * values + rotated
     # Inputs and output of the activation. An unfused SwiGLU also saves silu(gate).
     tensors = shape.feed_forward_inputs + 1
     if shape.is_gated and not framework.fused_mlp:
