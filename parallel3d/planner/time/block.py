@@ -149,14 +149,11 @@ def products(run: PlannedRun) -> list[Product]:
         found = [Product(local, narrow, h), queries, values, out]
     inputs = shape.feed_forward_inputs
     experts = shape.experts
+    shared = shape.ffn_hidden if experts is None else experts.shared_hidden
+    if shared:
+        found += [Product(t, inputs * shared // tp, h), Product(t, h, shared // tp)]
     if experts is None:
-        return [
-            *found,
-            Product(t, inputs * shape.ffn_hidden // tp, h),
-            Product(t, h, shape.ffn_hidden // tp),
-        ]
-    if shared := experts.shared_hidden // tp:
-        found += [Product(t, inputs * shared, h), Product(t, h, shared)]
+        return found
     found.append(Product(local, experts.count, h))
     rows = int(run.routed_rows)
     each = experts.hidden // layout.expert_tp
@@ -279,7 +276,7 @@ def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     back = matmul_s(kernels, t, h, vocab)
     loss = 0.0  # `CalibratedHost` adds the measured loss.
     if kernels.process is None:
-        loss = t * run.rank_vocab * _LOSS_PASSES / 2 / kernels.memory_rate
+        loss = t * vocab * _LOSS_PASSES / 2 / kernels.memory_rate
     return product + loss, back + weight + loss
 
 
