@@ -17,6 +17,7 @@ from parallel3d.planner.time.collectives import (
     context_gather_s,
     experts_exchange_s,
     hidden_bytes,
+    passes,
     send_s,
     tp_exchange_s,
 )
@@ -68,13 +69,10 @@ class CalibratedHost:
         cp = context_gather_s(run)
         ep = 2 * experts_exchange_s(run)
         # The measured cost of recompute includes its dispatch.
-        share = 1 / run.layout.recompute_every
         if recompute == "every_n":
             recompute = "full"
-        ep_again = share * ep if recompute == "full" else 0.0
-        again = block.again_s + share * process.recompute.get(recompute, 0.0)
-        if recompute == "full":
-            tp_backward += share * tp_forward
+        again_s = process.recompute.get(recompute, 0.0) / run.layout.recompute_every
+        again = block.again_s + again_s
         dispatch = _FORWARD * process.overhead.block
         dispatch_back = (1 - _FORWARD) * process.overhead.block
         if not self.measured.synchronous:  # Asynchronous launch hides dispatch behind kernels.
@@ -91,9 +89,9 @@ class CalibratedHost:
             block=TimeParts(
                 compute=block.forward_s + block.backward_s,
                 recompute=again,
-                tp=tp_forward + tp_backward + self.tp.block,
+                tp=(passes(run) - 1) * tp_forward + tp_backward + self.tp.block,
                 cp=3 * cp,
-                ep=2 * ep + ep_again,
+                ep=passes(run) * ep,
                 dp=self.dp.block,
                 overhead=dispatch + dispatch_back,
             ),
@@ -141,9 +139,7 @@ class CalibratedHost:
         layout = self.run.layout
         layers = part.layers
         parameters = self.run.stage_parameters(part) + self.run.stage_experts(part)
-        rounds = 1
-        if "microbatch" in (layout.gather_cadence, layout.reduce):
-            rounds = layout.microbatches
+        rounds = max(self.run.sharding_rounds)
         dp = self.dp
         data = rounds * (dp.step + layers * dp.layer + parameters * dp.parameter)
         shard = self.run.shard_numel(part, layout.optimizer_shards)

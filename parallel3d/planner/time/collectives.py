@@ -89,6 +89,15 @@ def tp_block_s(run: PlannedRun) -> tuple[float, float]:
     return share * hidden_s, 2 * all_gather_s(run.cluster, neighbours, rows_bytes)
 
 
+def passes(run: PlannedRun) -> float:
+    """Returns the number of times that a microbatch runs a block's tp and ep communication.
+
+    A recomputed block repeats its last collective, although its output is unused.
+    """
+    repeated = {"full": 1.0, "every_n": 1 / run.layout.recompute_every, "op": 0.5}
+    return 2 + repeated.get(run.layout.recompute, 0.0)
+
+
 def context_gather_s(run: PlannedRun) -> float:
     """Returns the seconds to send a layer's keys and values, or their gradients, over cp."""
     layout = run.layout

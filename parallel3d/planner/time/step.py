@@ -23,6 +23,7 @@ from parallel3d.planner.time.collectives import (
     context_gather_s,
     experts_exchange_s,
     hidden_bytes,
+    passes,
     reduced_once_s,
     send_s,
     sharded_s,
@@ -133,9 +134,12 @@ def action_times(run: PlannedRun) -> ActionTimes:
     quality = _quality(run, host)
     stages = []
     for each in pipeline.times:
-        seconds = (each.forward, each.input, each.weight)
-        forward, input_s, weight = (quality * value for value in seconds)
-        stages.append(StageTimes(forward=forward, input=input_s, weight=weight))
+        stage = StageTimes(
+            forward=quality * each.forward,
+            input=quality * each.input,
+            weight=quality * each.weight,
+        )
+        stages.append(stage)
     transfers = (quality * pipeline.send_s,) * (len(stages) - 1)
     return ActionTimes(stages=tuple(stages), transfers=transfers)
 
@@ -273,15 +277,6 @@ def _microbatch(run: PlannedRun) -> MicrobatchTimes:
         head_s=head_times(run, kernels),
         embedding_s=embedding_times(run, kernels),
     )
-
-
-def passes(run: PlannedRun) -> float:
-    """Returns the number of times that a microbatch runs a block's tp and ep communication.
-
-    A recomputed block repeats its last collective, although its output is unused.
-    """
-    repeated = {"full": 1.0, "every_n": 1 / run.layout.recompute_every, "op": 0.5}
-    return 2 + repeated.get(run.layout.recompute, 0.0)
 
 
 def _stage_times(run: PlannedRun, micro: MicrobatchTimes, action_s: float) -> list[StageTimes]:

@@ -13,9 +13,9 @@ from parallel3d.planner.time.collectives import (
     context_gather_s,
     experts_exchange_s,
     hidden_bytes,
+    passes,
     tp_block_s,
 )
-from parallel3d.planner.time.step import passes
 
 
 def sent_bytes(run: PlannedRun) -> dict[str, float]:
