@@ -236,13 +236,9 @@ def load_cluster(name: str, folders: list[Path]) -> Cluster:
             raise ConfigError(
                 f"hardware {path}: device = {shown(device)}: must be a device file, not a cluster's"
             )
-        price = {key: tree.pop(key, None) for key in _PRICE_KEYS}
-        tree = {
-            **tree,
-            "device": {**below.get("device", {}), **price},
-            "node": {**below.get("node", {}), **(tree.get("node") or {})},
-            "network": {**below.get("network", {}), **(tree.get("network") or {})},
-        }
+        tree["device"] = {key: tree.pop(key, None) for key in _PRICE_KEYS}
+        for section in ("device", "node", "network"):
+            tree[section] = {**below.get(section, {}), **(tree.get(section) or {})}
     cluster = cluster_from_tree(tree, path.stem, where=str(path))
     return replace(cluster, device_file=device_file.stem)
 
