@@ -327,13 +327,15 @@ def with_links(
     """Returns the cluster with different links or a different node size. None keeps the value."""
     node = cluster.node
     network = cluster.network
-    if network_gb_per_s is not None:
-        network = replace(network, gb_per_s=network_gb_per_s)
-    if node_gb_per_s is not None:
-        node = replace(node, gb_per_s=node_gb_per_s)
-    if gpus_per_node is not None:
-        node = replace(node, gpus=gpus_per_node)
-    return replace(cluster, network=network, node=node)
+    return replace(
+        cluster,
+        network=replace(network, gb_per_s=network_gb_per_s or network.gb_per_s),
+        node=replace(
+            node,
+            gb_per_s=node_gb_per_s or node.gb_per_s,
+            gpus=gpus_per_node or node.gpus,
+        ),
+    )
 
 
 def with_scales(cluster: Cluster, scales: Scales) -> Cluster:
@@ -353,13 +355,11 @@ def with_scales(cluster: Cluster, scales: Scales) -> Cluster:
         kernel_s=device.kernel_s * slower,
         launch_s=device.launch_s * slower,
     )
-    node = _slower(cluster.node, scales.node)
-    network = _slower(cluster.network, scales.network)
     return replace(
         cluster,
         device=device,
-        node=node,
-        network=network,
+        node=_slower(cluster.node, scales.node),
+        network=_slower(cluster.network, scales.network),
         scales=scales,
     )
 
