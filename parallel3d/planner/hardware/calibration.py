@@ -20,22 +20,14 @@ Points = tuple[tuple[float, float], ...]
 Rows = tuple[tuple[float, float, float], ...]
 
 
-def seconds_at(points: Points, size: float) -> float:
-    """Interpolates the seconds for a size. The rate is constant beyond the ends, and the result is
-    0 for sizes up to 0.
+def beyond_smallest_s(points: Points, size: float) -> float:
+    """Interpolates the seconds for this size, minus those for the smallest size, but at least 0.
+    The rate is constant beyond the ends.
     """
-    if size <= 0:
-        return 0.0
-    smallest, _ = points[0]
+    smallest, least_s = points[0]
     largest, _ = points[-1]
     inside = min(max(size, smallest), largest)
-    return _between(points, inside) * size / inside
-
-
-def beyond_smallest_s(points: Points, size: float) -> float:
-    """Returns the seconds for this size minus those for the smallest size, but at least 0."""
-    _, least_s = points[0]
-    return max(0.0, seconds_at(points, size) - least_s)
+    return max(0.0, _between(points, inside) * size / inside - least_s)
 
 
 def rate_at(rows: Rows, side: float, depth: float) -> float:
