@@ -123,8 +123,8 @@ def expert_numel(shape: ModelShape, part: StageSlice) -> int:
     """Counts the parameters of all routed experts in a stage."""
     if shape.experts is None:
         return 0
-    layers = part.layers - part.dense
-    return layers * shape.experts.count * _one_expert(shape, shape.experts)
+    one = (shape.feed_forward_inputs + 1) * shape.hidden * shape.experts.hidden
+    return (part.layers - part.dense) * shape.experts.count * one
 
 
 @lru_cache(maxsize=256)
@@ -153,10 +153,6 @@ def expert_numel_on(shape: ModelShape, layers: int, ep: int, shards: int, rank: 
     return layers * sum(table.shard(shards, rank) for table in expert_tables(shape, ep))
 
 
-def _one_expert(shape: ModelShape, experts: Experts) -> int:
-    return (shape.feed_forward_inputs + 1) * shape.hidden * experts.hidden
-
-
 def hidden_tables(shape: ModelShape, tp: int, *, dense: bool = False) -> tuple[Table, ...]:
     """Returns the matrices of a block on a tp rank, attention first, without routed experts. Muon
     updates them."""
@@ -168,9 +164,11 @@ def hidden_tables(shape: ModelShape, tp: int, *, dense: bool = False) -> tuple[T
 def weights_of_block(shape: ModelShape, *, dense: bool = False) -> int:
     """Counts the matmul weights that a token uses in a block."""
     weights = sum(table.numel for table in hidden_tables(shape, 1, dense=dense))
-    if shape.experts is None or dense:
+    experts = shape.experts
+    if experts is None or dense:
         return weights
-    return weights + shape.experts.per_token * _one_expert(shape, shape.experts)
+    routed = expert_numel(shape, StageSlice(layers=1))
+    return weights + routed * experts.per_token // experts.count
 
 
 def block_weights(shape: ModelShape) -> float:
@@ -255,8 +253,8 @@ def active_parameters(shape: ModelShape) -> int:
     experts = shape.experts
     if experts is None:
         return total_parameters(shape)
-    idle = (shape.layers - experts.dense_layers) * (experts.count - experts.per_token)
-    return total_parameters(shape) - idle * _one_expert(shape, experts)
+    routed = expert_numel(shape, whole_model(shape))
+    return total_parameters(shape) - routed + routed * experts.per_token // experts.count
 
 
 def model_flops_per_token(shape: ModelShape, seq_len: int) -> float:
