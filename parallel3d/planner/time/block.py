@@ -32,9 +32,9 @@ _BATCHED, _BATCHED_UNALIGNED = 0.5, 0.25
 # Exposed fraction of the time to accumulate a weight gradient. This and the speeds above are fitted
 # on the runs of tools/cases.
 _ACCUMULATE = 0.4
-_LAUNCHES = 60  # Number of kernels in the forward pass of a block.
-# Number of additional kernels in an MoE layer: router, permutation, all-to-all.
-_EXPERT_LAUNCHES = 60
+# Number of kernels in the forward pass of a block. An MoE layer has twice as many, for router,
+# permutation and all-to-all.
+_LAUNCHES = 60
 _LOSS_PASSES = 10.0  # Bytes read and written per logit, in the forward and backward pass together.
 # Rows of a tile. In a grouped matmul, each expert's rows start a new tile.
 _TILE_ROWS = 128
@@ -174,9 +174,13 @@ def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
         weight_s += product.weight_s(kernels) + _accumulate_s(run, kernels, product.weights)
     attention_s, attention_back_s = _attention(run, kernels)
     moved, moved_back = elementwise_bytes(run)
+    launches = 0.0
     if kernels.process is None:
         moved *= run.framework.elementwise
         moved_back *= run.framework.elementwise
+        launches = _LAUNCHES * kernels.device.launch_s
+        if run.shape.experts is not None:
+            launches *= 2
     rest_s = moved / kernels.memory_rate
     rest_back_s = moved_back / kernels.memory_rate
     forward = products_s + attention_s + rest_s
@@ -189,12 +193,6 @@ def block_times(run: PlannedRun, kernels: Kernels) -> BlockTimes:
         "op": 0.5 * products_s + rest_s,
         "selective": attention_s,
     }.get(layout.recompute, 0.0)
-    launches = 0.0
-    if kernels.process is None:
-        count = _LAUNCHES
-        if run.shape.experts is not None:
-            count += _EXPERT_LAUNCHES
-        launches = count * kernels.device.launch_s
     return BlockTimes(
         forward_s=max(forward, launches),
         backward_s=max(backward, 2 * launches - again),
