@@ -48,7 +48,7 @@ def published_memory(run: PlannedRun, rank: int) -> RankMemory:
     buffers = _buffers(run, part, parameters)
     one_block = 0.0
     if layout.recompute in ("full", "every_n", "op"):
-        one_block = _whole_block_bytes(run, is_selective=False) - logits
+        one_block = _whole_block_bytes(run) - logits
     # A recomputed block, the logits and the optimizer step's temporaries are never alive together.
     # During the optimizer step, all-gather buffers are free but too fragmented to reuse.
     step = _STEP_BYTES * own - activations - logits
@@ -140,7 +140,7 @@ def _kept_bytes(run: PlannedRun) -> float:
     layout = run.layout
     shape = run.shape
     inputs = run.outside * run.item_bytes
-    whole = _whole_block_bytes(run, is_selective=layout.recompute == "selective")
+    whole = _whole_block_bytes(run)
     if layout.recompute in ("full", "every_n"):
         share = 1.0
         if layout.recompute != "full":
@@ -155,7 +155,7 @@ def _kept_bytes(run: PlannedRun) -> float:
     return whole
 
 
-def _whole_block_bytes(run: PlannedRun, *, is_selective: bool) -> float:
+def _whole_block_bytes(run: PlannedRun) -> float:
     shape = run.shape
     layout = run.layout
     framework = run.framework
@@ -187,7 +187,7 @@ def _whole_block_bytes(run: PlannedRun, *, is_selective: bool) -> float:
         inner += 2.0 * run.fullest_rows * shape.hidden
     # A tiled kernel saves one float32 per query and head. Others save the scores, or recompute.
     score = 4.0
-    if framework.attention != "flash" and not is_selective:
+    if framework.attention != "flash" and layout.recompute != "selective":
         score = run.seq_len * (5.0 if framework.dropout else 2.0)
     attention = run.tokens * (2.0 * features + score * shape.heads) / layout.tp
     bytes_ += attention + 2.0 * inner
