@@ -14,6 +14,7 @@ from math import ceil, log2
 from parallel3d.planner.hardware.cluster import Cluster, Group
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import StageSlice
+from parallel3d.planner.time.block import MicrobatchTimes
 
 # A ring over this many nodes has half the bandwidth between neighbours, because of stragglers
 # and congestion in the upper network tiers. Fitted on the runs of tools/cases with 1 to 2,048 GPUs.
@@ -161,22 +162,11 @@ def reduced_once_s(run: PlannedRun, part: StageSlice) -> float:
     return (reduce_s + gather_s) * (1 - _HIDDEN)
 
 
-def sharded_s(
-    run: PlannedRun,
-    forward: float,
-    backward: float,
-    ends_s: float,
-) -> float:
+def sharded_s(run: PlannedRun, micro: MicrobatchTimes) -> float:
     """Returns the exposed data-parallel seconds per step with sharded parameters (FSDP, ZeRO-3).
 
     While a block computes, the next block is all-gathered and the gradients of the previous one are
     reduced. The first all-gather and the last reduction are never overlapped.
-
-    Args:
-        run: Run with sharded parameters.
-        forward: Seconds of a block's forward pass.
-        backward: Seconds of a block's backward pass.
-        ends_s: Seconds of the embedding and the head, forward plus backward.
     """
     gather_s, reduce_s = _unit_s(run, _BLOCK)
     ends_gather_s, ends_reduce_s = _unit_s(run, _ENDS)
@@ -188,8 +178,9 @@ def sharded_s(
         both_s = reductions * max(0.0, gathered_s + reduced_s - compute_s)
         return both_s + max(0, gathers - reductions) * max(0.0, gathered_s - compute_s)
 
-    blocks_s = gathers * max(0.0, gather_s - forward) + exposed(regather_s, reduce_s, backward)
-    both_ends_s = exposed(2 * ends_gather_s, ends_reduce_s, ends_s) + gathers * gather_s
+    blocks_s = gathers * max(0.0, gather_s - micro.forward_s)
+    blocks_s += exposed(regather_s, reduce_s, micro.backward_s)
+    both_ends_s = exposed(2 * ends_gather_s, ends_reduce_s, micro.ends_s) + gathers * gather_s
     return layers * blocks_s + both_ends_s + reduce_s + ends_reduce_s / 2
 
 

@@ -300,10 +300,7 @@ def _once_s(run: PlannedRun, micro: MicrobatchTimes) -> tuple[float, float]:
     with the most parameters."""
     layout = run.layout
     part = max({*run.ranks}, key=run.stage_parameters)
-    if layout.parameter_shards > 1:
-        data = sharded_s(run, micro.forward_s, micro.backward_s, micro.ends_s)
-    else:
-        data = reduced_once_s(run, part)
+    data = sharded_s(run, micro) if layout.parameter_shards > 1 else reduced_once_s(run, part)
     optimizer = _optimizer_s(run, part)
     if run.optimizer.muon is not None:
         optimizer += _muon_s(run, run.optimizer.muon, part)
