@@ -20,8 +20,8 @@ class ForeignBlock(BlockActivations):
         copied = 0  # Columns of weights.
         if self.tp > 1:
             copied = saved.packed_ffn * shape.ffn_hidden
-        if self.tp > 1 and recompute == "none":
-            copied += saved.packed_qkv * (shape.query_hidden + 2 * shape.kv_hidden)
+            if recompute == "none":
+                copied += saved.packed_qkv * (shape.query_hidden + 2 * shape.kv_hidden)
         inner = saved.ffn * shape.ffn_hidden // self.tp
         if shape.experts:  # Each tp rank has a row for every choice.
             inner = shape.experts.per_token * (2 * hidden + saved.ffn * shape.experts.hidden)

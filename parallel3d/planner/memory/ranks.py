@@ -53,7 +53,8 @@ def _candidates(run: PlannedRun) -> Iterable[int]:
 
 def rank_memory(run: PlannedRun, rank: int) -> RankMemory:
     """Returns the memory of a rank, corrected by runs measured on the cluster (`Scales`)."""
-    scale = run.cluster.scales.memory
     if run.framework.is_parallel3d:
-        return RankEstimate(run, rank).peak().with_beside_states(scale)
-    return published_memory(run, rank).with_beside_states(scale)
+        memory = RankEstimate(run, rank).peak()
+    else:
+        memory = published_memory(run, rank)
+    return memory.with_beside_states(run.cluster.scales.memory)
