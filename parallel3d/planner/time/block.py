@@ -265,22 +265,16 @@ def elementwise_bytes(run: PlannedRun) -> tuple[float, float]:
 def head_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     """Returns the seconds of the head and the loss, forward and backward."""
     kernels = replace(kernels, precision=kernels.half)
-    t = run.tokens
-    h = run.shape.hidden
-    vocab = run.rank_vocab
-    product = matmul_s(kernels, t, vocab, h)
-    weight = matmul_s(kernels, vocab, h, t)
-    weight += _accumulate_s(run, kernels, vocab * h)
-    back = matmul_s(kernels, t, h, vocab)
+    product = Product(run.tokens, run.rank_vocab, run.shape.hidden)
+    weight = product.weight_s(kernels) + _accumulate_s(run, kernels, product.weights)
+    back = product.forward_s(kernels, turned=True)
     loss = 0.0  # `CalibratedHost` adds the measured loss.
     if kernels.process is None:
-        loss = t * vocab * _LOSS_PASSES / 2 / kernels.memory_rate
-    return product + loss, back + weight + loss
+        loss = run.tokens * run.rank_vocab * _LOSS_PASSES / 2 / kernels.memory_rate
+    return product.forward_s(kernels) + loss, back + weight + loss
 
 
 def embedding_times(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     """Returns the seconds of the embedding, forward and backward (float32 accumulation)."""
-    rows = run.tokens * run.shape.hidden
-    forward = rows * 6.0 / kernels.memory_rate
-    backward = rows * 12.0 / kernels.memory_rate
-    return forward, backward
+    forward = run.tokens * run.shape.hidden * 6.0 / kernels.memory_rate
+    return forward, 2 * forward
