@@ -202,23 +202,20 @@ class PlannedRun:
     def tokens_per_step(self) -> int:
         return self.global_batch_size * self.seq_len
 
-    @property
-    def _layers(self) -> tuple[int, ...]:
-        """Layers of each stage: those of `stage_boundaries`, or else balanced by cost for
-        parallel3d and by number for other frameworks.
-        """
-        layers = self.shape.layers
-        layout = self.layout
-        if layout.stage_boundaries is not None:
-            return tuple(sizes_between(layout.stage_boundaries, layers))
-        if self.framework.is_parallel3d:
-            return _cut_by_cost(self.shape, layout.stages, self.seq_len)
-        return spread(layers, layout.stages)
-
     @cached_property
     def stages(self) -> tuple[StageSlice, ...]:
-        """The stages in model order."""
-        return _slices(self._layers, self.shape.first_dense)
+        """The stages in model order. Their layers are those of `stage_boundaries`, or else balanced
+        by cost for parallel3d and by number for other frameworks.
+        """
+        layout = self.layout
+        count = self.shape.layers
+        if layout.stage_boundaries is not None:
+            layers = tuple(sizes_between(layout.stage_boundaries, count))
+        elif self.framework.is_parallel3d:
+            layers = _cut_by_cost(self.shape, layout.stages, self.seq_len)
+        else:
+            layers = spread(count, layout.stages)
+        return _slices(layers, self.shape.first_dense)
 
     @cached_property
     def ranks(self) -> tuple[StageSlice, ...]:

@@ -139,9 +139,6 @@ def from_config(config: ModelConfig) -> ModelShape:
             "and memory"
         )
     is_gpt = config.architecture == "gpt"
-    experts = None
-    if config.experts is not None:
-        experts = Experts(**vars(config.experts))
     return ModelShape(
         name=config.name or config.architecture,
         layers=config.layers,
@@ -161,5 +158,5 @@ def from_config(config: ModelConfig) -> ModelShape:
         layer_norm=is_gpt,
         window=config.window,
         windowed_layers=0 if config.window is None else config.layers,
-        experts=experts,
+        experts=Experts(**vars(config.experts)) if config.experts else None,
     )
