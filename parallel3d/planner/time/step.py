@@ -237,8 +237,15 @@ def _pipeline(
 
 def _known_microbatch(run: PlannedRun, known: CostCache) -> MicrobatchTimes:
     layout = run.layout
-    numbers = (layout.tp, layout.microbatch_size, layout.microbatches == 1, layout.cp, layout.ep)
-    key = (*numbers, layout.sequence_parallel, layout.recompute, layout.recompute_every)
+    key = (
+        layout.tp,
+        layout.microbatch_size,
+        layout.cp,
+        layout.ep,
+        layout.sequence_parallel,
+        layout.recompute,
+        layout.recompute_every,
+    )
     if key not in known.blocks:
         known.blocks[key] = _microbatch(run)
     return known.blocks[key]
