@@ -239,7 +239,7 @@ def load_cluster(name: str, folders: list[Path]) -> Cluster:
         tree["device"] = {key: tree.pop(key, None) for key in _PRICE_KEYS}
         for section in ("device", "node", "network"):
             tree[section] = {**below.get(section, {}), **(tree.get(section) or {})}
-    cluster = cluster_from_tree(tree, path.stem, where=str(path))
+    cluster = cluster_from_tree(tree, str(path))
     return replace(cluster, device_file=device_file.stem)
 
 
@@ -258,11 +258,8 @@ def _path(name: str, folders: list[Path]) -> Path:
         return Path(name)
     known = {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
     if name.lower() not in known:
-        advice = f"choose from {', '.join(sorted(known))}"
-        near = get_close_matches(name.lower(), known, n=3, cutoff=0.3)
-        if near:
-            advice = f"did you mean {', '.join(near)}?"
-        raise ConfigError(f"hardware {name}: unknown; {advice}")
+        near = get_close_matches(name.lower(), known, n=3, cutoff=0)
+        raise ConfigError(f"hardware {name}: unknown; did you mean {', '.join(near)}?")
     return known[name.lower()]
 
 
@@ -282,18 +279,18 @@ def _load(path: Path) -> dict[str, Any]:
     return tree
 
 
-def cluster_from_tree(tree: Mapping[str, Any], name: str, *, where: str = "") -> Cluster:
+def cluster_from_tree(tree: Mapping[str, Any], path: str) -> Cluster:
     """Builds a cluster from the tree of a hardware file.
 
     Args:
         tree: Sections `device`, `node` and `network`, and optionally `measured`.
-        name: Name of the cluster.
-        where: Name of the file in error messages. Default: `name`.
+        path: Path of the file, whose name without suffix is that of the cluster.
 
     Raises:
         ConfigError: A key is missing, unknown or out of range, or `measured` is not valid.
     """
-    where = f"hardware {where or name}: "
+    name = Path(path).stem
+    where = f"hardware {path}: "
     keys: HardwareFile | None
     keys, errors = read(HardwareFile, tree)
     if keys is None:
