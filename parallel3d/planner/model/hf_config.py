@@ -81,7 +81,13 @@ def hf_config_shape(config: Mapping[str, Any], name: str, path: Path) -> ModelSh
     if own.get("positions") == "learned":
         own["position_rows"] = keys.number("max_position_embeddings") + 2  # as OPT counts them
     if kind in _LATENT_FAMILIES:
-        latent = _latent(keys)
+        latent = LatentAttention(
+            query_rank=keys.optional("q_lora_rank"),
+            key_value_rank=keys.number("kv_lora_rank"),
+            turned=keys.number("qk_rope_head_dim"),
+            plain=keys.number("qk_nope_head_dim"),
+            value=keys.number("v_head_dim"),
+        )
         own |= {
             "latent": latent,
             "head_dim": latent.plain + latent.turned,
@@ -115,16 +121,6 @@ def _experts(keys: _Keys, dense: int) -> Experts | None:
         router_bias=keys.said["model_type"] in ("deepseek_v3", "kimi_k2"),
         dense_layers=keys.optional("first_k_dense_replace") or dense,
         most_groups=groups,
-    )
-
-
-def _latent(keys: _Keys) -> LatentAttention:
-    return LatentAttention(
-        query_rank=keys.optional("q_lora_rank"),
-        key_value_rank=keys.number("kv_lora_rank"),
-        turned=keys.number("qk_rope_head_dim"),
-        plain=keys.number("qk_nope_head_dim"),
-        value=keys.number("v_head_dim"),
     )
 
 
