@@ -68,10 +68,9 @@ def error_model_of(run: PlannedRun, recorded: Mapping[str, Any]) -> ErrorModel:
     """Returns the error model of a run. `recorded` is the content of accuracy.json."""
     framework = run.framework
     cluster = run.cluster
-    is_calibrated = framework.is_parallel3d and cluster.measured is not None
     runs = recorded["runs_by_hardware"].get(cluster.device_file, 0)
     speed = SPEED
-    if is_calibrated:
+    if framework.is_parallel3d and cluster.measured is not None:
         speed = CALIBRATED
     elif cluster.device.is_cpu:
         speed = ANY_CPU

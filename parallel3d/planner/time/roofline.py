@@ -12,7 +12,7 @@ from parallel3d.planner.hardware.cluster import Device
 
 # Rows and columns of the output tile that cuBLAS and CUTLASS prefer (NVIDIA, "Matrix multiplication
 # background"). Smaller tiles did not improve any prediction.
-_TILE = (256, 128)
+_ROWS, _COLUMNS = 256, 128
 Measured = TypeVar("Measured")
 # Exposed fraction of the idle time in a last, partly filled wave of tiles. Split-k and the next
 # kernel's prologue hide the rest.
@@ -69,10 +69,9 @@ def matmul_s(kernels: Kernels, m: int, n: int, k: int) -> float:
         flops *= _FLOAT8
     if n % 8 or k % 8:
         flops /= _UNALIGNED
-    rows, columns = _TILE
-    waves = ceil(m / rows) * ceil(n / columns) / device.processors
+    waves = ceil(m / _ROWS) * ceil(n / _COLUMNS) / device.processors
     waves += (ceil(waves) - waves) * _TAIL
-    compute_s = waves * 2.0 * rows * columns * (k + _DEPTH) * device.processors / flops
+    compute_s = waves * 2.0 * _ROWS * _COLUMNS * (k + _DEPTH) * device.processors / flops
     item_bytes = {"fp8": 1.0, "fp32": 4.0}.get(precision, 2.0)
     memory_s = item_bytes * (m * k + k * n + m * n) / kernels.memory_rate
     return max(compute_s, memory_s) + device.kernel_s
