@@ -85,13 +85,15 @@ def error_model_of(run: PlannedRun, recorded: Mapping[str, Any]) -> ErrorModel:
         more.append(FLOAT8)
     if is_mixture:
         more.append(MOE)
-    memory = memory_spread(
-        framework,
-        is_mixture=is_mixture,
-        is_float8=is_float8,
-        is_corrected=framework.name in cluster.scales.weighed,
+    return ErrorModel(
+        throughput=hypot(speed, *more),
+        memory=memory_spread(
+            framework,
+            is_mixture=is_mixture,
+            is_float8=is_float8,
+            is_corrected=framework.name in cluster.scales.weighed,
+        ),
     )
-    return ErrorModel(throughput=hypot(speed, *more), memory=memory)
 
 
 def memory_spread(

@@ -42,9 +42,7 @@ class CalibratedHost:
         self.process = measured.process(on_host)
         self.ranks = measured.together(on_host)
         self.shared = max(1.0, on_host / cores)
-        self.contention = 1.0
-        if self.ranks:
-            self.contention = self.ranks.contention
+        self.contention = self.ranks.contention if self.ranks else 1.0
         self.slowdown = self.shared * self.contention
         # Measured overhead of sharding and of replication. FULL_SHARD represents all strategies
         # that shard parameters.
@@ -112,11 +110,11 @@ class CalibratedHost:
         layout = run.layout
         measured = self.measured
         bytes_ = hidden_bytes(run)
-        if self.ranks is None or run.group(layout.tp, 1).nodes > 1:
+        is_measured = self.ranks is not None and run.group(layout.tp, 1).nodes == 1
+        if not (is_measured and layout.sequence_parallel):
             one = tp_exchange_s(run)
-            return 2 * one, 2 * one
-        if not layout.sequence_parallel:
-            one = measured.collective_s("all_reduce", layout.tp, bytes_)
+            if is_measured:
+                one = measured.collective_s("all_reduce", layout.tp, bytes_)
             return 2 * one, 2 * one
         gather = measured.collective_s("all_gather", layout.tp, bytes_)
         scatter = measured.collective_s("reduce_scatter", layout.tp, bytes_)
