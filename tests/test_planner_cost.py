@@ -157,7 +157,9 @@ def test_a_context_parallel_rank_gathers_keys_and_values_for_one_layer_at_a_time
     hidden = 2 * one.tokens * one.shape.hidden
     assert split.saved - alone.saved == hidden  # the output of each chunk
     gathered = 2 * 4 * hidden  # with as many key-value heads as query heads
-    assert split.backward - alone.backward == pytest.approx(3 * gathered, rel=0.01)
+    # Keys and values, their gradients and a copy of these. Without cp, the MLP has the peak.
+    more = split.operators[0] - alone.operators[0]
+    assert 2 * gathered < more < 3 * gathered
 
 
 def test_the_causes_add_up_to_the_step() -> None:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
 from parallel3d.schedules.schedule import Kind
 
-COMPLETE = (0, 0, 0, 0, 1)  # State of a stage after its last backward pass.
+NUMBERS = 6  # In a stage's state.
+COMPLETE = (0, 0, 0, 0, 1, 0)  # State of a stage after its last backward pass.
 # Change of the first two numbers in a stage's state (`Backward`), keyed by the kind of action.
 _CHANGES = {
     Kind.FORWARD: (1, 0),
@@ -23,9 +24,9 @@ class Backward(NamedTuple):
     """A backward pass, or half of one, in a stage of a rank, and the state of the rank before and
     after it.
 
-    The state has five numbers per stage: live microbatches before their backward pass, live
-    microbatches between the two halves of it, and three flags: there are live microbatches, the
-    gradients are incomplete, the gradients are complete.
+    The state has six numbers per stage: live microbatches before their backward pass, live
+    microbatches between the two halves of it, and four flags: parameters are all-gathered, the
+    gradients are incomplete, the gradients are complete, only input-gradient halves made gradients.
     """
 
     stage: int  # Index of the stage among those of the rank.
@@ -35,29 +36,39 @@ class Backward(NamedTuple):
     before: tuple[int, ...]
     after: tuple[int, ...]
 
-    @property
     def waiting(self) -> int:
-        """Number of live (stage, microbatch) pairs before the backward pass."""
-        return sum(self.before[0::5]) + sum(self.before[1::5])
+        """Returns the number of live (stage, microbatch) pairs before the backward pass."""
+        return sum(self.before[0::NUMBERS]) + self.halved()
+
+    def halved(self) -> int:
+        """Returns the number of those that are between the halves of their backward pass."""
+        return sum(self.before[1::NUMBERS])
 
 
 @lru_cache(maxsize=8192)
 def fullest_backwards(
-    name: ScheduleName, pp: int, rank: int, microbatches: int, virtual_stages: int
+    name: ScheduleName,
+    pp: int,
+    rank: int,
+    microbatches: int,
+    virtual_stages: int,
+    *,
+    frees_each: bool,
 ) -> tuple[Backward, ...]:
     """Returns the backward passes with the most live microbatches.
 
-    There is one for each stage, kind, `is_last` and `has_gradients`.
+    There is one for each stage, kind, `is_last` and `has_gradients`. With `frees_each`, parameters
+    are freed after each backward pass.
     """
     traits = schedule_traits(name)
     if not traits.holds_whole_batch:  # More microbatches do not increase the peak.
         microbatches = min(microbatches, 4 * pp + microbatches % pp)
-    stages = [(0, 0, 0, 0, 0)] * virtual_stages
+    stages: list[tuple[int, ...]] = [(0,) * NUMBERS] * virtual_stages
     left = [microbatches] * virtual_stages
     fullest: dict[object, Backward] = {}
     for stage_of_model, kind, _ in traits.builder(pp, rank, microbatches, virtual_stages):
         stage = stage_of_model // pp  # Each rank has one of every pp stages.
-        live, halved, _, gradients, _ = stages[stage]
+        live, halved, gathered, gradients, _, ends = stages[stage]
         before = sum(stages, ())
         more_live, more_halved = _CHANGES[kind]
         adds = kind in (Kind.BACKWARD, Kind.WEIGHT)
@@ -65,15 +76,30 @@ def fullest_backwards(
         is_last = adds and not left[stage]
         live += more_live
         halved += more_halved
-        is_busy = live + halved > 0 or kind is Kind.WEIGHT
-        stages[stage] = (live, halved, int(is_busy), int(gradients or adds), 0)
+        if kind is Kind.FORWARD:
+            gathered = 1
+        elif kind is not Kind.WEIGHT and frees_each:
+            gathered = 0
+        ends = int((ends or kind is Kind.INPUT) and not (gradients or adds))
+        stages[stage] = (live, halved, gathered, int(gradients or adds), 0, ends)
         if is_last and kind is Kind.BACKWARD:
             stages[stage] = COMPLETE
         if kind is not Kind.FORWARD:
-            found = Backward(stage, kind, is_last, gradients, before, sum(stages, ()))
-            same = (*found[:4], found.before[3::5])
-            if same not in fullest or found.waiting > fullest[same].waiting:
-                fullest[same] = found
+            found = Backward(
+                stage,
+                kind,
+                is_last,
+                gradients,
+                before,
+                sum(stages, ()),
+            )
+            same = (*found[:4], found.before[3::NUMBERS])
+            # Recomputed blocks save less before their backward pass than between its halves.
+            counts = [Backward.waiting, Backward.halved][: 1 + traits.splits_backward]
+            for count in counts:
+                most = fullest.setdefault((count, same), found)
+                if count(found) > count(most):
+                    fullest[count, same] = found
         if is_last:
             stages[stage] = COMPLETE
-    return tuple(fullest.values())
+    return tuple(dict.fromkeys(fullest.values()))

@@ -61,6 +61,7 @@ class RankStates:
             layout.strategy, layout.gather_cadence
         )
         self.reduce = layout.reduce_bytes
+        self.summed = max(self.reduce, self.master)  # Of gradients of several microbatches.
         # Bytes per parameter of a shard for gradients after the last backward pass of their stage.
         self.reduced: float = self.master
         if layout.dp > layout.dp_shard and self.reduce != self.master:
@@ -71,6 +72,8 @@ class RankStates:
         self.parts = parts = tuple(part for part, _ in self.stages)
         self.splits = layout.splits
         self.block, self.experts, self.units, self.ends = _units(run.shape, parts, *self.splits)
+        blocks = -(-run.bucket_bytes // (self.master * self.block.numel))
+        self.bucket = blocks * self.block.numel  # Parameters in a bucket of replicated gradients.
 
     @cached_property
     def matrices(self) -> tuple[MuonMatrix, ...]:
@@ -116,7 +119,7 @@ class RankStates:
             return [0.0] * len(self.parts)
         # A bucket is filled with full blocks. The last one may hold the embedding, too.
         block = self.block.numel
-        bucket = other = -(-self.run.bucket_bytes // (self.master * block)) * block
+        bucket = other = self.bucket
         if self.experts.numel:  # Experts and the rest of their blocks are in buckets of their own.
             bucket, other = self.experts.numel, block
         sent = []

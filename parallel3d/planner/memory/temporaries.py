@@ -3,6 +3,7 @@ temporaries of the largest operators."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from math import ceil
 
@@ -15,15 +16,28 @@ from parallel3d.config.recipe import Recompute
 from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.planner.memory.activations import BlockActivations
 from parallel3d.planner.memory.foreign import ForeignBlock
-from parallel3d.planner.model.parameters import block_tables, expert_tables, vocabulary_rows
+from parallel3d.planner.model.experts import Experts
+from parallel3d.planner.model.parameters import (
+    Table,
+    block_tables,
+    expert_tables,
+    vocabulary_rows,
+)
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.training.loss_chunks import tokens_at_a_time
 
 
 class MicrobatchBytes:
     """Bytes of one microbatch. `chunk` is the number of tokens per chunk of logits, or None if the
-    logits are not chunked. `adds_in_place` is True if weight gradients of experts are added to
-    those of earlier microbatches one by one."""
+    logits are not chunked. `adds_each` is True if each weight gradient is added to those of earlier
+    microbatches, which exist in full, before the next one is made.
+
+    Pairs have a value for a pass that makes weight gradients, and one for a pass that delays them,
+    so that inputs and output gradients of matmuls stay alive.
+    """
+
+    experts = (0, 0)  # Peaks of the operators of the experts, relative to `saved`.
+    forward = 0  # Results of experts on their way, beyond what the block saves.
 
     def __init__(
         self,
@@ -31,87 +45,129 @@ class MicrobatchBytes:
         recompute: Recompute,
         chunk: int | None,
         *,
-        adds_in_place: bool,
+        adds_each: bool,
     ) -> None:
         shape = block.shape
         item = block.item_bytes
-        tp = block.tp
-        tokens = block.tokens
-        full = item * tokens * shape.hidden
-        ffn = item * tokens * shape.ffn_hidden // tp
-        inputs = shape.feed_forward_inputs
-        if shape.saved:  # A GELU of separate operators needs as much as another input.
-            inputs = max(shape.saved.ffn // 2, 1)
-        experts = shape.experts if block.rows else None
-        scores = tokens * block.keys * shape.heads // tp
-
-        # A block saves `saved` bytes, or `kept` if it is recomputed. Its output has `hidden` bytes.
-        # Between the halves of a split backward pass (`halved`), inputs and output gradients of
-        # its matmuls stay alive.
+        self.block = block
+        self.adds_each = adds_each
+        # Features of all tokens, and the output of a block.
+        self.full = item * block.tokens * shape.hidden
+        self.hidden = item * block.outside * shape.hidden
+        # A block saves `saved` bytes, or `kept` if it is recomputed.
         self.saved = block.bytes()
         self.kept = block.bytes("full" if recompute == "every_n" else recompute)
-        self.hidden = item * block.outside * shape.hidden
-        self.halved = block.bytes("selective") + 4 * (full - self.hidden) - (inputs - 1) * ffn
         # Input gradient of a column-parallel matmul. With sequence parallelism it is full until
         # its reduce-scatter, and the input is all-gathered again.
-        input_gradient = self.hidden
-        if block.sequence_parallel and tp > 1:
-            input_gradient += 3 * full
-        norm = block.outside * block.norm_bytes(shape.hidden)
-        up, down = (item * table.numel for table in block_tables(shape, tp, dense=True)[3:5])
-        attention = scores * block.attention.forward_bytes
+        self.input_gradient = self.hidden
+        if block.sequence_parallel and block.tp > 1:
+            self.input_gradient += 3 * self.full
         # Gathered keys and values, their gradients and a copy of these in the order of ranks. A
         # recomputed block gathers keys and values before the backward pass of its MLP.
-        again = block.gathered * (recompute in ("full", "every_n"))
-        attention += 3 * block.gathered
-        self.backward = self.hidden + max(
-            full + inputs * ffn + down + again,
-            input_gradient + attention - inputs * ffn + up + down,
-            16 * self.hidden * block.dropout,  # Temporaries of a dropout mask.
+        scores = block.tokens * block.keys * shape.heads // block.tp
+        self.attention = scores * block.attention.forward_bytes + 3 * block.gathered
+        self.again = block.gathered * (recompute in ("full", "every_n"))
+        if shape.experts and block.rows:
+            self._add_experts(shape.experts)
+        else:
+            self._add_mlp()
+        self._add_head(chunk)
+
+    def _add_mlp(self) -> None:
+        """Sets the bytes between the halves of a pass, and the peaks of a block with an MLP."""
+        block = self.block
+        shape = block.shape
+        tp = block.tp
+        ffn = block.item_bytes * block.tokens * shape.ffn_hidden // tp
+        inputs = shape.feed_forward_inputs
+        freed = 2 * inputs * ffn
+        if shape.saved:  # A GELU of separate operators needs as much as another input.
+            inputs = max(shape.saved.ffn // 2, 1)
+            freed = inputs * ffn
+        # Ranks of cp free their own keys and values after the pass.
+        self.halved = block.gathered // block.cp + block.bytes("selective")
+        self.halved += 4 * (self.full - self.hidden) - (inputs - 1) * ffn
+        tables = block_tables(shape, tp, dense=True)
+        up, down = self._gradients(tables[3:5])
+        dropout = 16 * block.dropout * self.hidden  # Temporaries of a dropout mask.
+        mlp = self.full + inputs * ffn + self.again
+        gradients = self.input_gradient + up + down
+        attention = self.input_gradient + self.attention
+        made = max(
+            mlp + down,
+            gradients - inputs * ffn,
+            gradients + self.attention - freed,
+            self.hidden + self.input_gradient + sum(self._gradients(tables)) - self.saved,
+            dropout,
         )
-        self.rest = self.backward  # Of the part of a block before its experts.
-        self.forward = 0  # Results of experts on their way, beyond what the block saves.
-        if experts is not None:
-            up, down = (item * table.numel for table in expert_tables(shape, block.ep))
-            if adds_in_place:
-                up = max(up // inputs - down, 0)
-            others = item * sum(table.numel for table in block_tables(shape, tp))
-            rows = item * block.rows * shape.hidden
-            results = item * block.choices * shape.hidden
-            inner = item * block.rows * experts.hidden
-            self.forward = rows if block.ep == 1 else 2 * rows + results
-            shared = item * tokens * experts.shared_hidden // tp
-            norms = self.hidden + block.outside * block.norm_bytes(shape.hidden)
-            self.halved = norms + tokens * block.attention_bytes("selective")
-            self.halved += 2 * (full - self.hidden) + 2 * rows + 3 * inner
-            if shared:
-                self.halved += 2 * full + 3 * shared
-            self.rest = self.hidden + input_gradient + attention - results - inputs * inner + others
-            of_experts = max(
-                2 * results + again,
-                rows + 3 * inner + down - results + again,
-                3 * rows - inputs * inner + up + down - results,
-            )
-            self.backward = max(self.rest, self.hidden + of_experts)
-        # The last norm and the head save their inputs and the logits.
-        rows = vocabulary_rows(shape, tp)
-        saved = shape.saved
-        if saved and shape.vocab % tp:
+        delayed = max(mlp, attention - (inputs - 1) * ffn + self.full, dropout)
+        self.operators = (self.hidden + made, self.hidden + delayed)
+
+    def _add_experts(self, experts: Experts) -> None:
+        """Sets the bytes between the halves of a pass, and the peaks of a block with experts."""
+        block = self.block
+        shape = block.shape
+        item = block.item_bytes
+        inputs = shape.feed_forward_inputs
+        rows = item * block.rows * shape.hidden
+        results = item * block.choices * shape.hidden
+        inner = item * block.rows * experts.hidden
+        shared = item * block.tokens * experts.shared_hidden // block.tp
+        self.forward = rows if block.ep == 1 else 2 * rows + results
+        self.halved = self.hidden + block.outside * block.norm_bytes(shape.hidden)
+        self.halved += block.tokens * block.attention_bytes("selective")
+        self.halved += 2 * (self.full - self.hidden) + 2 * rows + 3 * inner
+        if shared:
+            self.halved += 2 * self.full + 3 * shared
+        others = sum(self._gradients(block_tables(shape, block.tp)))
+        rest = self.hidden + self.input_gradient + self.attention - results
+        self.operators = (rest - inputs * inner + others, rest + rows - inner + self.full)
+        up, down = self._gradients(expert_tables(shape, block.ep))
+        exchange = self.hidden + 2 * results + self.again
+        last_matmul = self.hidden + rows + 3 * inner - results + self.again
+        first_matmuls = self.hidden + 3 * rows - inputs * inner - results
+        self.experts = (
+            max(exchange, last_matmul + down, first_matmuls + up + down),
+            max(exchange, last_matmul, first_matmuls + rows + inner),
+        )
+
+    def _gradients(self, tables: Sequence[Table]) -> list[int]:
+        """Returns the bytes of the gradients of parameters. If each is added to another, only the
+        largest counts, in place of the last one. The matmul itself adds float32 gradients."""
+        item = self.block.item_bytes
+        if not self.adds_each:
+            return [item * table.numel for table in tables]
+        largest = max(table.numel // table.times for table in tables)
+        return [0] * (len(tables) - 1) + [item * largest * (item < 4)]
+
+    def _add_head(self, chunk: int | None) -> None:
+        """Sets the bytes of the last norm, the head and the loss, and those of the embedding."""
+        block = self.block
+        shape = block.shape
+        item = block.item_bytes
+        rows = vocabulary_rows(shape, block.tp)
+        if shape.saved and shape.vocab % block.tp:
             rows = shape.vocab  # The logits are all-gathered.
-        logits = (chunk or tokens) * rows
-        table = item * rows * shape.hidden
-        self.logits = 0 if chunk else item * logits
-        self.embedding = 5 * full + table  # Gradients of table rows are summed in float32.
+        logits = (chunk or block.tokens) * rows
+        self.logits = item * logits
         # The softmax is float32. With chunks, so are the logits and the head's weight gradient.
-        self.loss = max(4 * logits, input_gradient + table)
+        self.loss = 4 * logits
         if chunk:
-            self.loss = max(full + 6 * logits, input_gradient) + 4 * rows * shape.hidden
-        if saved:  # The head computes all logits. The loss casts them, and has a gradient for them.
-            self.logits = item * tokens * rows
-            cast = 4 * logits if item < 4 else 0
-            self.loss = max(self.logits + cast, input_gradient + table)
-            self.logits *= saved.logits
-        self.saved_by_head = norm + full + self.logits
+            self.logits = 0
+            self.loss = self.full + 6 * logits + 4 * rows * shape.hidden
+        if (
+            shape.saved
+        ):  # The head computes all logits. The loss casts them, and has their gradient.
+            logits = item * block.tokens * rows
+            cast = 4 * logits // item * (item < 4)
+            table = item * rows * shape.hidden
+            self.loss = max(logits + cast, self.input_gradient + table)
+            self.logits = logits * shape.saved.logits
+        # The last norm and the head save their inputs and the logits.
+        self.saved_by_head = block.outside * block.norm_bytes(shape.hidden)
+        self.saved_by_head += self.full + self.logits
+        # Gradients of table rows are summed in float32.
+        self.embedding = self.full if item == 4 else 5 * self.full
 
 
 # Compute capability, keyed by the family of a device. Other families use that of the A100, because
@@ -165,7 +221,7 @@ def microbatch_bytes(run: PlannedRun, *, dense: bool = False) -> MicrobatchBytes
         block,
         layout.recompute,
         chunk,
-        adds_in_place=layout.strategy in REPLICATED,
+        adds_each=layout.strategy in REPLICATED and not shape.saved,
     )
 
 
