@@ -258,8 +258,11 @@ def _path(name: str, folders: list[Path]) -> Path:
         return Path(name)
     known = {path.stem: path for folder in folders for path in sorted(folder.glob("*.yaml"))}
     if name.lower() not in known:
-        near = get_close_matches(name.lower(), known, n=3, cutoff=0)
-        raise ConfigError(f"hardware {name}: unknown; did you mean {', '.join(near)}?")
+        advice = f"choose from {', '.join(sorted(known))}"
+        near = get_close_matches(name.lower(), known, n=3, cutoff=0.3)
+        if near:
+            advice = f"did you mean {', '.join(near)}?"
+        raise ConfigError(f"hardware {name}: unknown; {advice}")
     return known[name.lower()]
 
 
