@@ -16,8 +16,11 @@ from torch import Tensor, nn
 
 from parallel3d.checkpoint.hugging_face_names import HfTensor, hf_tensors
 from parallel3d.config.recipe import ModelConfig
-from parallel3d.layers.parameter import initialize
+from parallel3d.layers.attention import ParallelAttention
+from parallel3d.layers.parameter import ParallelContext, initialize
 from parallel3d.models import unsharded_model
+from parallel3d.models.decoder import DecoderParts
+from parallel3d.models.llama import Llama
 
 B, S = 2, 12
 
@@ -68,3 +71,26 @@ def test_a_model_is_that_of_transformers(family: str, tmp_path: Path) -> None:
     for each in tensors:
         gradient = packed(each, gradients.__getitem__)
         assert_near(gradient, peer.get_parameter(each.name).grad, each.name)
+
+
+class _Blind(ParallelAttention):
+    def forward(self, x: Tensor, **given: object) -> Tensor:
+        return torch.zeros_like(x)
+
+
+class _BlindLlama(Llama):
+    def parts(self, config: ModelConfig, context: ParallelContext) -> DecoderParts:
+        return replace(super().parts(config, context), attention_class=_Blind)
+
+
+def test_a_model_can_name_the_class_of_its_attention() -> None:
+    config = replace(FAMILIES["llama"], layers=2)
+    ids = torch.tensor([[1, 2, 3], [4, 5, 3]])
+    logits = []
+    for kind in (Llama, _BlindLlama):
+        model = kind(config, device="cpu")
+        initialize(model, 0, "cpu")
+        logits.append(model(ids)[:, -1])
+    (seen, other), (blind, same) = logits
+    assert not torch.equal(seen, other)
+    assert torch.equal(blind, same)
