@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from parallel3d.planner.memory.live import NUMBERS, Backward
+from parallel3d.planner.memory.live import Backward
 from parallel3d.planner.memory.states import RankStates, Unit
 from parallel3d.planner.memory.temporaries import MicrobatchBytes
 from parallel3d.schedules.schedule import Kind
@@ -58,7 +58,7 @@ class BackwardWalk:
         self.made = 0 if is_fused else self.item
         self.frees_each = states.layout.gather_cadence == "microbatch"
         self.reduces = backward.is_last or states.reduces_each
-        self.is_gathered = backward.before[NUMBERS * at + 2]
+        self.is_gathered = backward.before[at].is_gathered
         self.sent = 0.0  # Bytes of the buffer in reduction.
         if states.reduces_each and backward.has_gradients:
             last = states.block if part.layers and not part.embedding else self.end
@@ -67,8 +67,10 @@ class BackwardWalk:
         self.gathers = 0 if self.is_gathered and not states.frees_forward else self.item
         self.passed = 0  # Parameters whose gradients are complete.
         # Highest sum of the first steps, relative to the memory before the pass.
-        is_weight = backward.kind is Kind.WEIGHT
-        self.first, _ = _highest(self._weights() if is_weight else self._from_the_loss())
+        if backward.kind is Kind.WEIGHT:
+            self.first, _ = _highest(self._weights())
+            return
+        self.first, _ = _highest(self._from_the_loss())
         # Highest sum of the last steps, relative to the memory after the pass.
         self.sent = 0.0
         self.passed = self.unit.numel - self.end.numel * part.embedding
@@ -77,7 +79,7 @@ class BackwardWalk:
         self.last = max(most, 0.0) - total
 
     def _from_the_loss(self) -> Steps:
-        """Loss, head and the last two blocks."""
+        """Loss, head and the last blocks."""
         states = self.states
         microbatch = self.microbatch
         layers = self.part.layers
@@ -98,7 +100,10 @@ class BackwardWalk:
                 yield "gradient of the head", 0, self.made * self.end.numel
             else:
                 yield from self._gradients(self.end)
-        for index in reversed(range(max(layers - 2, 0), layers)):
+        count = 2
+        if states.buckets[self.backward.stage]:  # Until two buckets are full.
+            count += 2 * states.bucket // states.block.numel
+        for index in reversed(range(max(layers - count, 0), layers)):
             yield from self._block(index)
 
     def _to_the_embedding(self) -> Steps:
@@ -196,6 +201,8 @@ def _highest(steps: Steps) -> tuple[float, float]:
     now = 0.0
     most = -float("inf")
     for _, during, after in steps:
-        most = max(most, now + during, now + after)
+        if now + during > most:
+            most = now + during
         now += after
+        most = max(most, now)
     return most, now

@@ -14,10 +14,16 @@ The estimate is conservative: temporaries are added to all live activations.
 
 from __future__ import annotations
 
-from operator import mul
+from collections.abc import Sequence
+from itertools import chain
+from operator import attrgetter, mul
 
 from parallel3d.planner.memory.backward_walk import BackwardWalk
-from parallel3d.planner.memory.live import COMPLETE, NUMBERS, Backward, fullest_backwards
+from parallel3d.planner.memory.live import (
+    COMPLETE,
+    StageState,
+    fullest_backwards,
+)
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.states import RankStates
 from parallel3d.planner.memory.temporaries import microbatch_bytes
@@ -44,13 +50,11 @@ class RankEstimate:
             layout.virtual_stages,
             frees_each=layout.gather_cadence == "microbatch",
         )
-        self._each: list[float] = []
         # The index of a stage's first block determines which of its blocks are recomputed.
-        for stage, (_, first) in enumerate(states.stages):
-            self._each += self._bytes(stage, first)
+        self._each = [self._bytes(stage, first) for stage, (_, first) in enumerate(states.stages)]
 
     def _bytes(self, stage: int, first: int) -> tuple[float, ...]:
-        """Returns the bytes that each of the six numbers in a stage's state (`Backward`) counts.
+        """Returns the bytes that each number in a stage's state (`StageState`) counts.
 
         They are a microbatch's activations before its backward pass and between its halves, the
         unsharded parameters, and the gradients before and after the last backward pass.
@@ -91,9 +95,10 @@ class RankEstimate:
             states.summed * of_input_half,
         )
 
-    def _by_kind(self, counts: tuple[int, ...]) -> list[float]:
-        each = self._each
-        return [sum(map(mul, counts[at::NUMBERS], each[at::NUMBERS])) for at in range(NUMBERS)]
+    def _by_kind(self, stages: Sequence[StageState]) -> list[float]:
+        """Returns the bytes that each number in the states counts, summed over the stages."""
+        bytes_ = [[*map(mul, *pair)] for pair in zip(stages, self._each, strict=True)]
+        return [*map(sum, zip(*bytes_, strict=True))]
 
     @property
     def least_bytes(self) -> tuple[float, float]:
@@ -102,7 +107,7 @@ class RankEstimate:
         In a search over one tp x pp, the first varies with data-parallel sharding, the second
         with recompute.
         """
-        fullest = max(self._backwards, key=Backward.waiting)
+        fullest = max(self._backwards, key=attrgetter("live"))
         saved, halved, unsharded, *_ = self._by_kind(fullest.before)
         scale = self.run.cluster.scales.memory
         return sum(self.states.static_bytes) + scale * unsharded, scale * (saved + halved)
@@ -112,33 +117,37 @@ class RankEstimate:
         states = self.states
         run = self.run
         step = max(states.muon_step_bytes - sum(states.buckets), 0.0)
-        moments = [(COMPLETE * len(states.parts), step, "optimizer's step")]
+        moments = [((COMPLETE,) * len(states.parts), step, "optimizer's step")]
         walks: dict[object, BackwardWalk] = {}
         for backward in self._backwards:
-            at = NUMBERS * backward.stage
             part, first = states.stages[backward.stage]
             # Equal stages have equal steps.
             same = (
                 part,
                 first % run.layout.recompute_every,
-                backward.before[at + 2],
+                backward.before[backward.stage].is_gathered,
                 backward[1:4],
             )
             if same not in walks:
-                each = self._each[at : at + NUMBERS]
+                each = self._each[backward.stage]
                 walks[same] = BackwardWalk(states, backward, self.microbatch, self.dense, each)
             moments.append((backward.before, walks[same].first, "backward"))
             if backward.kind is not Kind.WEIGHT:
                 moments.append((backward.after, walks[same].last, "backward"))
-        counts, work, moment = max(moments, key=lambda at: sum(map(mul, at[0], self._each)) + at[1])
-        saved, halved, unsharded, *gradients_made = self._by_kind(counts)
-        logits = counts[-NUMBERS] * self.microbatch.logits * states.parts[-1].head
+        each_bytes = [*chain(*self._each)]
+        stages, work, moment = max(
+            moments, key=lambda at: sum(map(mul, chain(*at[0]), each_bytes)) + at[1]
+        )
+        saved, halved, unsharded, *gradients_made = self._by_kind(stages)
+        logits = stages[-1].waiting * self.microbatch.logits * states.parts[-1].head
         parameters, gradients, optimizer = states.static_bytes
         saved += halved - logits
         if run.layout.pp > 1:
-            # Sent activations and gradients, and gradients received ahead of their use.
-            sends_both = run.layout.virtual_stages > 1 or 0 < self.rank < run.layout.pp - 1
-            messages = SENDS_KEPT * (1 + sends_both) + RECEIVES_AHEAD + 1
+            # Sent activations and gradients, and those received ahead of their use. With one stage
+            # per rank, only gradients are.
+            is_interleaved = run.layout.virtual_stages > 1
+            sends_both = is_interleaved or 0 < self.rank < run.layout.pp - 1
+            messages = SENDS_KEPT * (1 + sends_both) + (RECEIVES_AHEAD + 1) * (1 + is_interleaved)
             unsharded += min(messages, 3 * run.layout.microbatches) * self.microbatch.hidden
         fragmentation = context = 0.0
         if not run.on_cpu:

@@ -9,9 +9,7 @@ from typing import NamedTuple
 from parallel3d.schedules.registry import ScheduleName, schedule_traits
 from parallel3d.schedules.schedule import Kind
 
-NUMBERS = 6  # In a stage's state.
-COMPLETE = (0, 0, 0, 0, 1, 0)  # State of a stage after its last backward pass.
-# Change of the first two numbers in a stage's state (`Backward`), keyed by the kind of action.
+# Change of the first two numbers of a stage's state, keyed by the kind of action.
 _CHANGES = {
     Kind.FORWARD: (1, 0),
     Kind.BACKWARD: (-1, 0),
@@ -20,29 +18,32 @@ _CHANGES = {
 }
 
 
+class StageState(NamedTuple):
+    """Numbers of a stage that its memory depends on."""
+
+    waiting: int = 0  # live microbatches before their backward pass
+    halved: int = 0  # live microbatches between the halves of their backward pass
+    is_gathered: int = 0  # 1 if the parameters are all-gathered
+    is_reducible: int = 0  # 1 between the first and the last pass that makes weight gradients
+    is_complete: int = 0  # 1 after the last one
+    has_ends: int = 0  # 1 if only input-gradient halves have made weight gradients
+
+
+COMPLETE = StageState(is_complete=1)
+
+
 class Backward(NamedTuple):
     """A backward pass, or half of one, in a stage of a rank, and the state of the rank before and
-    after it.
-
-    The state has six numbers per stage: live microbatches before their backward pass, live
-    microbatches between the two halves of it, and four flags: parameters are all-gathered, the
-    gradients are incomplete, the gradients are complete, only input-gradient halves made gradients.
-    """
+    after it."""
 
     stage: int  # Index of the stage among those of the rank.
     kind: Kind
     is_last: bool  # True for the last pass of the stage that computes weight gradients
     has_gradients: int  # 1 if an earlier pass left gradients in the stage, else 0
-    before: tuple[int, ...]
-    after: tuple[int, ...]
-
-    def waiting(self) -> int:
-        """Returns the number of live (stage, microbatch) pairs before the backward pass."""
-        return sum(self.before[0::NUMBERS]) + self.halved()
-
-    def halved(self) -> int:
-        """Returns the number of those that are between the halves of their backward pass."""
-        return sum(self.before[1::NUMBERS])
+    before: tuple[StageState, ...]
+    after: tuple[StageState, ...]
+    live: int  # Number of live (stage, microbatch) pairs before the backward pass.
+    halved: int  # Number of those that are between the halves of their backward pass.
 
 
 @lru_cache(maxsize=8192)
@@ -63,25 +64,30 @@ def fullest_backwards(
     traits = schedule_traits(name)
     if not traits.holds_whole_batch:  # More microbatches do not increase the peak.
         microbatches = min(microbatches, 4 * pp + microbatches % pp)
-    stages: list[tuple[int, ...]] = [(0,) * NUMBERS] * virtual_stages
+    stages = [StageState()] * virtual_stages
     left = [microbatches] * virtual_stages
+    all_live = all_halved = 0
     fullest: dict[object, Backward] = {}
     for stage_of_model, kind, _ in traits.builder(pp, rank, microbatches, virtual_stages):
         stage = stage_of_model // pp  # Each rank has one of every pp stages.
-        live, halved, gathered, gradients, _, ends = stages[stage]
-        before = sum(stages, ())
-        more_live, more_halved = _CHANGES[kind]
+        waiting, halved, gathered, gradients, _, ends = stages[stage]
+        before = tuple(stages)
+        more_waiting, more_halved = _CHANGES[kind]
         adds = kind in (Kind.BACKWARD, Kind.WEIGHT)
         left[stage] -= adds
         is_last = adds and not left[stage]
-        live += more_live
-        halved += more_halved
         if kind is Kind.FORWARD:
             gathered = 1
         elif kind is not Kind.WEIGHT and frees_each:
             gathered = 0
         ends = int((ends or kind is Kind.INPUT) and not (gradients or adds))
-        stages[stage] = (live, halved, gathered, int(gradients or adds), 0, ends)
+        stages[stage] = StageState(
+            waiting=waiting + more_waiting,
+            halved=halved + more_halved,
+            is_gathered=gathered,
+            is_reducible=int(gradients or adds),
+            has_ends=ends,
+        )
         if is_last and kind is Kind.BACKWARD:
             stages[stage] = COMPLETE
         if kind is not Kind.FORWARD:
@@ -91,15 +97,18 @@ def fullest_backwards(
                 is_last,
                 gradients,
                 before,
-                sum(stages, ()),
+                tuple(stages),
+                live=all_live,
+                halved=all_halved,
             )
-            same = (*found[:4], found.before[3::NUMBERS])
+            same = (*found[:4], *[state.is_reducible for state in before])
             # Recomputed blocks save less before their backward pass than between its halves.
-            counts = [Backward.waiting, Backward.halved][: 1 + traits.splits_backward]
-            for count in counts:
+            for count in ("live", "halved")[: 1 + traits.splits_backward]:
                 most = fullest.setdefault((count, same), found)
-                if count(found) > count(most):
+                if getattr(found, count) > getattr(most, count):
                     fullest[count, same] = found
         if is_last:
             stages[stage] = COMPLETE
+        all_live += more_waiting + more_halved
+        all_halved += more_halved
     return tuple(dict.fromkeys(fullest.values()))
