@@ -97,6 +97,25 @@ LAYOUTS = {
         "bf16",
         2,
     ),
+    "keys gathered again by a block that is recomputed": (
+        replace(
+            LLAMA,
+            layers=2,
+            hidden=1024,
+            heads=16,
+            head_dim=128,
+            experts=ExpertsConfig(count=8, per_token=8, hidden=384),
+        ),
+        ParallelConfig(
+            dp_shard=8,
+            cp=4,
+            ep=8,
+            microbatch_size=8,
+            recompute="full",
+        ),
+        "fp32",
+        1,
+    ),
     "experts, each replicated, on ranks that route a part of the tokens": (
         replace(LLAMA, experts=replace(EXPERTS, dense_layers=2)),
         ParallelConfig(

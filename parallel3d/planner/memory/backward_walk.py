@@ -89,6 +89,7 @@ class BackwardWalk:
             _, kept = self._block_bytes(layers - 1)
             ahead = self.item * states.block.padded
             work = max(microbatch.saved + microbatch.forward, ahead) - kept
+            work -= microbatch.saved_by_head * self.part.head  # It runs afterwards.
             yield "last block's forward pass", ahead + self.item * states.experts.padded + work, 0
         yield "all-gather of the last block", 0, self.gathers * states.block.padded
         if self.part.head:
