@@ -30,7 +30,7 @@ from parallel3d.planner.search.best_layouts import search
 from parallel3d.planner.search.request import Fixed
 from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
-from parallel3d.tools.plan.score import recorded_accuracy
+from parallel3d.tools.plan.accuracy import recorded_accuracy
 from tests.planned_runs import plan_request
 
 CASES = Path(__file__).parents[1] / "tools/cases/mixtures.json"

@@ -28,7 +28,7 @@ from parallel3d.planner.time.step import step_cost
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.bench.planner import CASES
 from parallel3d.tools.bench.report import Options, ResultRow, announced, chosen, row_of
-from parallel3d.tools.plan.score import recorded_accuracy
+from parallel3d.tools.plan.accuracy import recorded_accuracy
 
 FIRST = 5
 RISK = 0.05  # default probability of running out of memory

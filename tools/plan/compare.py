@@ -34,8 +34,8 @@ from parallel3d.planner.report.page import (
 )
 from parallel3d.planner.time.step import Cost, step_cost
 from parallel3d.tools.cli_output import Reply
+from parallel3d.tools.plan.accuracy import how_sure
 from parallel3d.tools.plan.hardware import asked_cluster
-from parallel3d.tools.plan.score import how_sure
 from parallel3d.tools.verify.command import run_of_recipe
 from parallel3d.watch.step_clock import CAUSES
 

@@ -15,7 +15,7 @@ from parallel3d.planner.report.json import hardware_tree
 from parallel3d.tools.aliases.lookup import known_name
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.cli_output import Reply
-from parallel3d.tools.plan.score import recorded_accuracy
+from parallel3d.tools.plan.accuracy import recorded_accuracy
 
 
 def answer(options: argparse.Namespace) -> Reply:

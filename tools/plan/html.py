@@ -19,7 +19,7 @@ from parallel3d.planner.report.page import (
 )
 from parallel3d.timeline.draw import SVG_STYLE, draw_svg
 from parallel3d.tools.cli_output import check_free
-from parallel3d.tools.plan.score import how_sure
+from parallel3d.tools.plan.accuracy import how_sure
 from parallel3d.tools.plan.timeline import drawn_timeline
 from parallel3d.tools.report.page import Number, is_page, page, table
 

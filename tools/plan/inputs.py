@@ -24,10 +24,10 @@ from parallel3d.planner.search.goodput import Failures
 from parallel3d.planner.search.request import Fixed, PlanRequest
 from parallel3d.tools.aliases.layout import read_layout
 from parallel3d.tools.aliases.lookup import known_name
+from parallel3d.tools.plan.accuracy import recorded_accuracy
 from parallel3d.tools.plan.hardware import asked_cluster
 from parallel3d.tools.plan.measured import corrected_by_runs
 from parallel3d.tools.plan.models import Model, find_model
-from parallel3d.tools.plan.score import recorded_accuracy
 
 _RISK = 0.05  # Default of --risk: probability of running out of memory.
 _STATE_DTYPES: dict[int | None, Literal["fp32", "bf16"]] = {32: "fp32", 16: "bf16"}

@@ -36,10 +36,10 @@ from parallel3d.planner.search.size_limits import (
 )
 from parallel3d.planner.search.space import check_fixed
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply
+from parallel3d.tools.plan.accuracy import how_sure
 from parallel3d.tools.plan.hardware import file_of
 from parallel3d.tools.plan.inputs import ParsedRequest, read_fixed, read_request
 from parallel3d.tools.plan.models import all_named
-from parallel3d.tools.plan.score import how_sure
 
 # A request with its best layout, or with the reason why none fits.
 Row = tuple[PlanRequest, Strategy | str]

@@ -28,9 +28,9 @@ from parallel3d.planner.search.request import PlanRequest, Strategy
 from parallel3d.planner.search.space import layout_errors
 from parallel3d.tools.aliases.layout import read_parallel
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply
+from parallel3d.tools.plan.accuracy import how_sure
 from parallel3d.tools.plan.inputs import ParsedRequest, read_request, sequence_bytes, usual_request
 from parallel3d.tools.plan.models import find_model
-from parallel3d.tools.plan.score import how_sure
 
 _STRATEGIES: dict[ShardingName, str] = {
     "NO_SHARD": "DDP",

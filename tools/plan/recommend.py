@@ -24,6 +24,7 @@ from parallel3d.planner.search.request import Fixed, PlanRequest, PlanResult, Re
 from parallel3d.planner.search.size_limits import remedies
 from parallel3d.tools.aliases.layout import read_layout
 from parallel3d.tools.cli_output import NOTHING_FITS, Reply
+from parallel3d.tools.plan.accuracy import how_sure, recorded_accuracy
 from parallel3d.tools.plan.emit import emit, launch_file, recipe_of_plan
 from parallel3d.tools.plan.hardware import larger_devices
 from parallel3d.tools.plan.html import check_page, plan_page
@@ -31,7 +32,6 @@ from parallel3d.tools.plan.inputs import ParsedRequest, read_fixed, read_request
 from parallel3d.tools.plan.limits import sweep_answer
 from parallel3d.tools.plan.memory import explained
 from parallel3d.tools.plan.mesh import mesh_tree
-from parallel3d.tools.plan.score import how_sure, recorded_accuracy
 from parallel3d.tools.plan.timeline import timeline_tree
 from parallel3d.tools.report.page import write_page
 

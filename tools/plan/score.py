@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from parallel3d.errors import ConfigError
-from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.uncertainty import error_model_of
 from parallel3d.planner.published.cases import CaseFile, read_cases
 from parallel3d.planner.published.score import Errors, Score, score, without_own_sources
-from parallel3d.planner.search.request import PlanRequest
 from parallel3d.tools.arguments import HARDWARE
 from parallel3d.tools.cli_output import Reply, write_output
+from parallel3d.tools.plan.accuracy import RECORDED, recorded_accuracy
 
-RECORDED = Path(__file__).with_name("accuracy.json")
 _PLAIN = "all runs"
 _LEFT_OUT = "source left out"
 
@@ -68,28 +66,6 @@ def with_ranges(file: CaseFile) -> Score:
     """Scores cases, including whether each measurement is in the range of its prediction."""
     recorded = recorded_accuracy()
     return score(file, spread_of_case=lambda case: error_model_of(case.run, recorded))
-
-
-def recorded_accuracy() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(RECORDED.read_text())
-    return found
-
-
-def how_sure(about: PlanRequest | PlannedRun) -> str:
-    """Describes the recorded errors for published runs whose source was held out of the fit."""
-    own = ""
-    if about.shape.experts is not None:
-        own = "not fitted to mixtures of experts (25 known runs: 8% error; 39 unseen: 23%); "
-    elif about.framework.is_parallel3d:
-        own = "parallel3d has not been measured on GPUs; "
-    known = recorded_accuracy()
-    errors = known["blind"]
-    return (
-        f"{own}on published runs with the source held out the median error is "
-        f"{errors['throughput_median']:.1f}% for speed "
-        f"(90% within {errors['throughput_p90']:.0f}%) and {errors['memory_median']:.1f}% for "
-        f"memory (90% within {errors['memory_p90']:.0f}%); scored {known['date']}"
-    )
 
 
 def accuracy_of(file: CaseFile, blind: Score) -> dict[str, Any]:

@@ -22,8 +22,8 @@ def add_prediction(run: Tree, cluster: Cluster | None) -> None:
             cluster = cluster_of_cuda(key.removeprefix("devices."), [HARDWARE])
     if cluster is None:
         return
+    from parallel3d.tools.plan.accuracy import how_sure
     from parallel3d.tools.plan.compare import compare  # Imports the planner's search.
-    from parallel3d.tools.plan.score import how_sure
 
     try:
         found = compare(Path(run["folder"]), cluster)
