@@ -23,6 +23,8 @@ Steps = Iterator[tuple[str, float, float]]
 class BackwardWalk:
     """Steps of a backward pass of a stage.
 
+    `first` is the highest sum of the first steps, relative to the memory before the pass. `last` is
+    that of the last steps, relative to the memory after it. A weight-gradient half has no `last`.
     `dense` is the memory of blocks without experts. `each` holds the bytes that the numbers in the
     stage's state count.
     """
@@ -66,12 +68,10 @@ class BackwardWalk:
         # Parameters are all-gathered again, one block ahead.
         self.gathers = 0 if self.is_gathered and not states.frees_forward else self.item
         self.passed = 0  # Parameters whose gradients are complete.
-        # Highest sum of the first steps, relative to the memory before the pass.
         if backward.kind is Kind.WEIGHT:
             self.first, _ = _highest(self._weights())
             return
         self.first, _ = _highest(self._from_the_loss())
-        # Highest sum of the last steps, relative to the memory after the pass.
         self.sent = 0.0
         self.passed = self.unit.numel - self.end.numel * part.embedding
         self.passed -= min(2, part.layers) * (states.block.numel + states.experts.numel)
@@ -170,9 +170,8 @@ class BackwardWalk:
         self.passed += unit.numel
         self.sent = states.reduce * unit.padded * states.is_sharded
         buckets = states.buckets[self.backward.stage]
-        if (
-            self.passed < self.unit.numel and not states.experts.numel
-        ):  # Only full buckets are sent.
+        if self.passed < self.unit.numel and not states.experts.numel:
+            # Only full buckets are sent.
             full = self.passed - self.passed % states.bucket
             buckets = min(buckets, 2 * states.reduce * full)
         self.sent += buckets

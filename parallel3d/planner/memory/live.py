@@ -24,7 +24,7 @@ class StageState(NamedTuple):
     waiting: int = 0  # live microbatches before their backward pass
     halved: int = 0  # live microbatches between the halves of their backward pass
     is_gathered: int = 0  # 1 if the parameters are all-gathered
-    is_reducible: int = 0  # 1 between the first and the last pass that makes weight gradients
+    is_incomplete: int = 0  # 1 between the first and the last pass that makes weight gradients
     is_complete: int = 0  # 1 after the last one
     has_ends: int = 0  # 1 if only input-gradient halves have made weight gradients
 
@@ -85,7 +85,7 @@ def fullest_backwards(
             waiting=waiting + more_waiting,
             halved=halved + more_halved,
             is_gathered=gathered,
-            is_reducible=int(gradients or adds),
+            is_incomplete=int(gradients or adds),
             has_ends=ends,
         )
         if is_last and kind is Kind.BACKWARD:
@@ -101,7 +101,7 @@ def fullest_backwards(
                 live=all_live,
                 halved=all_halved,
             )
-            same = (*found[:4], *[state.is_reducible for state in before])
+            same = (*found[:4], *[state.is_incomplete for state in before])
             # Recomputed blocks save less before their backward pass than between its halves.
             for count in ("live", "halved")[: 1 + traits.splits_backward]:
                 most = fullest.setdefault((count, same), found)

@@ -28,7 +28,7 @@ from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import master_bytes
 
-_BLOCK = StageSlice(layers=1, embedding=False, head=False)
+_BLOCK = StageSlice(layers=1)
 
 
 class Unit(NamedTuple):

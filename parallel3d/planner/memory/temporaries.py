@@ -155,9 +155,8 @@ class MicrobatchBytes:
         if chunk:
             self.logits = 0
             self.loss = self.full + 6 * logits + 4 * rows * shape.hidden
-        if (
-            shape.saved
-        ):  # The head computes all logits. The loss casts them, and has their gradient.
+        if shape.saved:
+            # The head computes all logits. The loss casts them, and has their gradient.
             logits = item * block.tokens * rows
             cast = 4 * logits // item * (item < 4)
             table = item * rows * shape.hidden

@@ -94,7 +94,7 @@ class Score:
         """Returns a JSON tree with rounded floats and the ranges of each prediction."""
         tree = asdict(self)
         for case, row in zip(self.cases, tree["cases"], strict=True):
-            row["ranges"] = case.spread and _ranges(case.predicted, case.spread)
+            row["ranges"] = _ranges(case.predicted, case.spread) if case.spread else None
             del row["spread"]
         return rounded(tree)
 
@@ -171,7 +171,7 @@ def score(
     of_reason = defaultdict(list)
     for case in file.cases:
         try:
-            spread = spread_of_case and spread_of_case(case)
+            spread = spread_of_case(case) if spread_of_case else None
             one = _score_case(case, predict(case), spread)
         except (ArithmeticError, LookupError, ValueError) as problem:
             skipped.append((case.id, f"cannot be predicted ({problem})"))

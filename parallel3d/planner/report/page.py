@@ -357,7 +357,8 @@ def si(number: float) -> str:
     """Formats a number with three significant digits and a suffix, such as 8.03B."""
     for limit, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= limit * 0.9995:
-            return f"{number / limit:.3g}{letter}"
+            scaled = float(f"{number / limit:.3g}")  # 1000 instead of 1e+03
+            return f"{scaled:g}{letter}"
     return f"{number:.3g}"
 
 

@@ -165,7 +165,7 @@ class Strategy:
         hours = tokens / (self.cost.tokens_per_s_per_gpu * gpus) / 3600
         if self.goodput:
             hours /= self.goodput.share
-        price = hourly and hours * gpus * hourly
+        price = None if hourly is None else hours * gpus * hourly
         return RunLength(days=hours / 24, gpu_hours=hours * gpus, price=price)
 
 
