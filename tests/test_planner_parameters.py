@@ -17,7 +17,7 @@ from parallel3d.mesh import Axis
 from parallel3d.models import shape_cards, unsharded_model
 from parallel3d.pipeline.stage import block_ranges, cut
 from parallel3d.planner.model.named import card_config, named_shape
-from parallel3d.planner.model.parameters import expert_numel_on, rank_numel, total_parameters
+from parallel3d.planner.model.parameters import expert_numel, rank_numel, total_parameters
 from parallel3d.planner.model.shapes import ModelShape, StageSlice, from_config
 from parallel3d.shard_sizes import shard_rows
 
@@ -88,9 +88,9 @@ def test_a_named_model_is_counted_to_the_parameter_on_every_stage_and_rank(name:
                         for shards in (1, 1024):  # more data ranks than some vectors fill
                             own = from_config(small)
                             counted = rank_numel(own, (part,), tp, at=(rank, 0), shards=shards)
-                            counted += expert_numel_on(own, part.layers, tp, shards)
+                            counted += expert_numel(own, part.layers, tp, shards)
                             assert counted == numel(module, shards), (layers, tp, rank)
     block = rank_numel(shape, (StageSlice(layers=1, embedding=False, head=False),), 1)
     whole = rank_numel(from_config(small), (StageSlice(layers=3, embedding=True, head=True),), 1)
-    experts = expert_numel_on(shape, shape.layers, 1, 1)
+    experts = expert_numel(shape, shape.layers, 1, 1)
     assert total_parameters(shape) == whole + (shape.layers - 3) * block + experts

@@ -157,12 +157,16 @@ class Schedule:
         position = [0] * len(self.ranks)
         waiting: dict[int, int] = {}  # slot -> rank that waits for it
         ready = list(reversed(range(len(self.ranks))))
+        first_slots = self._first_slots  # As in `slots`, without a call for each action.
         while ready:
             rank = ready.pop()
             actions = self.ranks[rank]
             for at in range(position[rank], len(actions)):
                 action = actions[at]
-                takes, makes = self.slots(action)
+                stage, kind, microbatch = action
+                takes, makes = first_slots[stage, kind]
+                takes += microbatch
+                makes += microbatch
                 if not there[takes]:
                     waiting[takes] = rank
                     break

@@ -209,12 +209,12 @@ def _show(shape: ModelShape) -> Iterator[str]:
     total = total_parameters(shape)
     experts = shape.experts
     yield f"{shape.name}: {total:,} parameters ({si(total)})"
-    ends = rank_numel(shape, (replace(whole_model(shape), layers=0, dense=0),), 1)
+    ends = rank_numel(shape, (whole_model(shape)._replace(layers=0, dense=0),), 1)
     layer = rank_numel(shape, (StageSlice(layers=1, embedding=False, head=False),), 1)
     rows = [("embedding, last norm and head", ends), ("each layer", layer)]
     if experts is not None:
         rows.append(("active per token", active_parameters(shape)))
-        rows.append(("all experts", expert_numel(shape, whole_model(shape))))
+        rows.append(("all experts", expert_numel(shape, shape.layers - shape.first_dense)))
     for label, count in rows:
         yield f"  {label:<30}{count:>18,}"
     said = []

@@ -13,7 +13,7 @@ from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB, rounded
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.ranks import rank_memory, worst_rank
-from parallel3d.planner.model.parameters import expert_numel_on, rank_numel
+from parallel3d.planner.model.parameters import expert_numel, rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.training import unmodeled_settings
 from parallel3d.planner.report.page import layout_text
@@ -100,7 +100,7 @@ def verify(recipe: Recipe, rank: int) -> Verified:
     index = rank // tp % run.layout.shard_ranks
     count = rank_numel(run.shape, parts, tp, shards=shards, at=(place.tp, index % shards))
     layers = sum(part.layers - part.dense for part in parts)
-    count += expert_numel_on(
+    count += expert_numel(
         run.shape, layers, ep, expert_shards, (index * tp + place.tp) // ep % expert_shards
     )
     return Verified(recipe, rank, rank_memory(run, place.pp), dry, count)

@@ -1,8 +1,8 @@
 """Memory that a backward pass adds and frees, in the order of the engine.
 
-Each step is a text, the bytes that it needs only while it runs, and those that it leaves. The
-engine is `pipeline.execution` for the halves of a backward pass, `sharding.replicated` for buckets,
-and `fully_shard` for sharded parameters: before a block it copies out the parameters that it has
+Each step is the bytes that it needs only while it runs, and those that it leaves. The engine is
+`pipeline.execution` for the halves of a backward pass, `sharding.replicated` for buckets, and
+`fully_shard` for sharded parameters: before a block it copies out the parameters that it has
 all-gathered in advance, and starts the next all-gather. After a block it frees parameters, frees
 the buffer of the previous reduction, and copies gradients into the buffer of the next one, which
 stays until the next block. Gradients of layers of parallel3d are added to existing ones in place.
@@ -17,7 +17,7 @@ from parallel3d.planner.memory.states import RankStates, Unit
 from parallel3d.planner.memory.temporaries import MicrobatchBytes
 from parallel3d.schedules.schedule import Kind
 
-Steps = Iterator[tuple[str, float, float]]
+Steps = Iterator[tuple[float, float]]
 
 
 class BackwardWalk:
@@ -60,7 +60,8 @@ class BackwardWalk:
         self.made = 0 if is_fused else self.item
         self.frees_each = states.layout.gather_cadence == "microbatch"
         self.reduces = backward.is_last or states.reduces_each
-        self.is_gathered = backward.before[at].is_gathered
+        before = backward.before[at]
+        self.is_gathered = before.is_gathered if self.frees_each else before.is_used
         self.sent = 0.0  # Bytes of the buffer in reduction.
         if states.reduces_each and backward.has_gradients:
             last = states.block if part.layers and not part.embedding else self.end
@@ -84,21 +85,21 @@ class BackwardWalk:
         microbatch = self.microbatch
         layers = self.part.layers
         late = -self.late * self.unit.numel
-        yield "gradients that do not exist yet", late, late
+        yield late, late  # Gradients that do not exist yet
         if layers and self.is_gathered:
             _, kept = self._block_bytes(layers - 1)
             ahead = self.item * states.block.padded
             work = max(microbatch.saved + microbatch.forward, ahead) - kept
             work -= microbatch.saved_by_head * self.part.head  # It runs afterwards.
-            yield "last block's forward pass", ahead + self.item * states.experts.padded + work, 0
-        yield "all-gather of the last block", 0, self.gathers * states.block.padded
+            yield ahead + self.item * states.experts.padded + work, 0  # Last block's forward pass
+        yield 0, self.gathers * states.block.padded  # All-gather of the last block
         if self.part.head:
             if not self.is_gathered:
-                yield "all-gathered head", 0, self.item * self.end.padded
+                yield 0, self.item * self.end.padded  # All-gathered head
             work = max(microbatch.loss, microbatch.input_gradient + self.made * self.end.numel)
-            yield "loss", work, -microbatch.saved_by_head * (not self.is_half)
+            yield work, -microbatch.saved_by_head * (not self.is_half)  # Loss
             if self.is_tied:
-                yield "gradient of the head", 0, self.made * self.end.numel
+                yield 0, self.made * self.end.numel  # Gradient of the head
             else:
                 yield from self._gradients(self.end)
         count = 2
@@ -114,10 +115,10 @@ class BackwardWalk:
             yield from self._block(index)
         if self.part.embedding:
             work = self.microbatch.embedding + self.made * self.end.numel
-            yield "gradients of rows that tokens select, and a table of zeros", work, 0
+            yield work, 0  # Gradients of rows that tokens select, and a table of zeros
             yield from self._gradients(self.end, is_gathered=not states.frees_forward)
         if self.backward.is_last and states.is_sharded:
-            yield "end of the last reduction", 0, -self.sent
+            yield 0, -self.sent  # End of the last reduction
 
     def _block_bytes(self, index: int) -> tuple[MicrobatchBytes, int]:
         """Returns the memory of a block, and the bytes that it keeps for its backward pass."""
@@ -131,15 +132,15 @@ class BackwardWalk:
         block = states.block
         each, kept = self._block_bytes(index)
         experts = Unit(0, 0, 0) if index < self.part.dense else states.experts
-        yield "parameters", 0, self.gathers * (block.padded + experts.padded)
+        yield 0, self.gathers * (block.padded + experts.padded)  # Parameters
         if kept < each.saved:
             # With the output, its gradient, and the output of the next block, which is freed late.
             work = each.again + each.forward + 3 * each.hidden
-            yield "recomputation", each.saved - kept + work, each.saved - kept
+            yield each.saved - kept + work, each.saved - kept  # Recomputation
         if experts.numel:
-            yield "operators of the experts", each.experts[self.is_half], 0
+            yield each.experts[self.is_half], 0  # Operators of the experts
             yield from self._gradients(experts)
-        yield "operators", each.operators[self.is_half], each.halved * self.is_half - each.saved
+        yield each.operators[self.is_half], each.halved * self.is_half - each.saved  # Operators
         yield from self._gradients(block)
 
     def _gradients(self, unit: Unit, *, is_gathered: bool = True) -> Steps:
@@ -149,24 +150,24 @@ class BackwardWalk:
         if not is_gathered or not (self.backward.is_last or self.frees_each):
             freed = 0
         if self.is_half and not is_end:
-            yield "parameters", 0, -freed
+            yield 0, -freed  # Parameters
             return
         made = self.made * unit.numel
         total = self.states.summed * unit.numel * self.states.is_sharded
-        yield "gradients", 0, made + self.late * unit.numel
+        yield 0, made + self.late * unit.numel  # Gradients
         made *= 1 + (is_end and self.is_tied)
         if self.adds:
-            yield "added to those of earlier microbatches", 0, -made
+            yield 0, -made  # Added to those of earlier microbatches
             made = total
-        yield "parameters", 0, -freed
+        yield 0, -freed  # Parameters
         if self.reduces:
             yield from self._reduction(unit, made)
         else:
-            yield "kept in the dtype of the reduction", 0, total - made
+            yield 0, total - made  # Kept in the dtype of the reduction
 
     def _reduction(self, unit: Unit, made: float) -> Steps:
         states = self.states
-        yield "end of the previous reduction", 0, -self.sent
+        yield 0, -self.sent  # End of the previous reduction
         self.passed += unit.numel
         self.sent = states.reduce * unit.padded * states.is_sharded
         buckets = states.buckets[self.backward.stage]
@@ -175,22 +176,22 @@ class BackwardWalk:
             full = self.passed - self.passed % states.bucket
             buckets = min(buckets, 2 * states.reduce * full)
         self.sent += buckets
-        yield "gradients copied for the reduction", self.sent, self.sent - made
+        yield self.sent, self.sent - made  # Gradients copied for the reduction
         reduced = states.reduced * unit.shard
         # One shard is divided by 1, into a copy.
         copy = self.sent * (states.is_sharded and unit.shard == unit.padded)
-        yield "reduced gradients", reduced + copy, reduced
+        yield reduced + copy, reduced  # Reduced gradients
 
     def _weights(self) -> Steps:
         """The second half of a split backward pass: all gradients, then their reduction."""
         states = self.states
-        _, halved, _, unreduced, *_ = self.each
+        _, halved, _, _, unreduced, *_ = self.each
         made = self.made * self.unit.numel
         one = halved / max(self.part.layers + self.part.head, 1)  # Freed after its gradients.
-        yield "gradients, less inputs and output gradients", made - halved + one, made - halved
+        yield made - halved + one, made - halved  # Gradients, less inputs and output gradients
         if self.backward.has_gradients:
             unreduced = 0
-        yield "kept in the dtype of the reduction", 0, unreduced - made
+        yield 0, unreduced - made  # Kept in the dtype of the reduction
         if self.backward.is_last:
             for unit in (states.experts, states.block, self.end):
                 yield from self._reduction(unit, states.summed * unit.numel * states.is_sharded)
@@ -200,7 +201,7 @@ def _highest(steps: Steps) -> tuple[float, float]:
     """Returns the highest sum during or after a step, and the sum of all."""
     now = 0.0
     most = -float("inf")
-    for _, during, after in steps:
+    for during, after in steps:
         if now + during > most:
             most = now + during
         now += after

@@ -14,20 +14,20 @@ The estimate is conservative: temporaries are added to all live activations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 from operator import attrgetter, mul
 
 from parallel3d.planner.memory.backward_walk import BackwardWalk
 from parallel3d.planner.memory.live import (
     COMPLETE,
-    StageState,
     fullest_backwards,
 )
 from parallel3d.planner.memory.rank_memory import RankMemory
 from parallel3d.planner.memory.states import RankStates
-from parallel3d.planner.memory.temporaries import microbatch_bytes
+from parallel3d.planner.memory.temporaries import MicrobatchBytes, microbatch_bytes
 from parallel3d.planner.model.planned_run import PlannedRun
+from parallel3d.planner.model.shapes import StageSlice
 from parallel3d.schedules.schedule import RECEIVES_AHEAD, SENDS_KEPT, Kind
 
 
@@ -38,32 +38,30 @@ class RankEstimate:
         layout = run.layout
         self.run = run
         self.rank = rank
-        self.states = states = RankStates(run, rank)
-        self.microbatch = self.dense = microbatch_bytes(run)
-        if run.shape.first_dense:  # `dense` is that of blocks without experts.
-            self.dense = microbatch_bytes(run, dense=True)
         self._backwards = fullest_backwards(
-            layout.schedule,
-            layout.pp,
-            rank,
-            layout.microbatches,
-            layout.virtual_stages,
-            frees_each=layout.gather_cadence == "microbatch",
+            layout.schedule, layout.pp, rank, layout.microbatches, layout.virtual_stages
         )
-        # The index of a stage's first block determines which of its blocks are recomputed.
-        self._each = [self._bytes(stage, first) for stage, (_, first) in enumerate(states.stages)]
+        self._fullest = max(self._backwards, key=attrgetter("live")).before
 
-    def _bytes(self, stage: int, first: int) -> tuple[float, ...]:
-        """Returns the bytes that each number in a stage's state (`StageState`) counts.
+    @cached_property
+    def states(self) -> RankStates:
+        return RankStates(self.run, self.rank)
 
-        They are a microbatch's activations before its backward pass and between its halves, the
-        unsharded parameters, and the gradients before and after the last backward pass.
-        """
-        states = self.states
+    @cached_property
+    def microbatch(self) -> MicrobatchBytes:
+        return microbatch_bytes(self.run)
+
+    @cached_property
+    def dense(self) -> MicrobatchBytes:
+        """Bytes of a microbatch in blocks without experts."""
+        if self.run.shape.first_dense:
+            return microbatch_bytes(self.run, dense=True)
+        return self.microbatch
+
+    def _activations(self, part: StageSlice, first: int) -> tuple[float, float]:
+        """Returns a microbatch's activations in a stage before its backward pass and between its
+        halves. The index of the first block determines which blocks are recomputed."""
         microbatch = self.microbatch
-        part = states.parts[stage]
-        unit = states.units[stage]
-        end = states.ends[stage]
         every = self.run.layout.recompute_every
         again = len(range(-first % every, part.layers, every))  # Number of recomputed blocks.
         saved = again * microbatch.kept + (part.layers - again) * microbatch.saved
@@ -74,10 +72,19 @@ class RankEstimate:
             saved += again * (dense.kept - microbatch.kept)
             saved += (part.dense - again) * (dense.saved - microbatch.saved)
             halved += part.dense * (dense.halved - microbatch.halved)
-        of_input_half = end.numel * states.is_sharded * (part.embedding or not microbatch.logits)
-        unsharded = unit.padded * states.is_sharded
-        if states.frees_forward:  # Only the parameters for the loss stay unsharded.
-            unsharded = end.padded * part.head
+        head = microbatch.saved_by_head * part.head
+        return saved + head, halved + head
+
+    def _bytes(self, stage: int) -> tuple[float, ...]:
+        """Returns the bytes that each number in a stage's state (`StageState`) counts: a
+        microbatch's activations, unsharded parameters, and gradients before and after the last
+        backward pass."""
+        states = self.states
+        part = states.parts[stage]
+        unit = states.units[stage]
+        end = states.ends[stage]
+        has_chunks = not self.microbatch.logits
+        of_input_half = end.numel * states.is_sharded * (part.embedding or has_chunks)
         unreduced = 0.0
         if states.reduces_each:  # The gradients of the last unit may still be in flight.
             last = end.padded
@@ -87,35 +94,38 @@ class RankEstimate:
         elif states.is_sharded:
             unreduced = states.summed * unit.numel
         return (
-            saved + microbatch.saved_by_head * part.head,
-            halved + microbatch.saved_by_head * part.head,
-            states.item * unsharded,
+            *self._activations(*states.stages[stage]),
+            *states.unsharded(stage),
             unreduced,
             states.reduced * unit.shard + states.buckets[stage],
             states.summed * of_input_half,
         )
 
-    def _by_kind(self, stages: Sequence[StageState]) -> list[float]:
-        """Returns the bytes that each number in the states counts, summed over the stages."""
-        bytes_ = [[*map(mul, *pair)] for pair in zip(stages, self._each, strict=True)]
-        return [*map(sum, zip(*bytes_, strict=True))]
+    @property
+    def least_states(self) -> float:
+        """Lower bound of the bytes of parameters, gradients and optimizer states."""
+        states = self.states
+        unsharded = 0.0
+        for stage, state in enumerate(self._fullest):
+            # These two numbers of a state count unsharded parameters.
+            unsharded += sum(map(mul, state[2:4], states.unsharded(stage)))
+        return sum(states.static_bytes) + self.run.cluster.scales.memory * unsharded
 
     @property
-    def least_bytes(self) -> tuple[float, float]:
-        """Lower bounds: bytes of states and of activations when most microbatches are live.
-
-        In a search over one tp x pp, the first varies with data-parallel sharding, the second
-        with recompute.
-        """
-        fullest = max(self._backwards, key=attrgetter("live"))
-        saved, halved, unsharded, *_ = self._by_kind(fullest.before)
-        scale = self.run.cluster.scales.memory
-        return sum(self.states.static_bytes) + scale * unsharded, scale * (saved + halved)
+    def least_activations(self) -> float:
+        """Lower bound of the bytes of activations, when most microbatches are live."""
+        total = 0.0
+        for state, stage in zip(self._fullest, self.run.stages_of(self.rank), strict=True):
+            # The first two numbers of a state count these.
+            total += sum(map(mul, state, self._activations(*stage)))
+        return self.run.cluster.scales.memory * total
 
     def peak(self) -> RankMemory:
         """Returns the rank's memory at its peak."""
         states = self.states
         run = self.run
+        frees_each = run.layout.gather_cadence == "microbatch"
+        each = [self._bytes(stage) for stage in range(len(states.stages))]
         step = max(states.muon_step_bytes - sum(states.buckets), 0.0)
         moments = [((COMPLETE,) * len(states.parts), step, "optimizer's step")]
         walks: dict[object, BackwardWalk] = {}
@@ -125,20 +135,25 @@ class RankEstimate:
             same = (
                 part,
                 first % run.layout.recompute_every,
-                backward.before[backward.stage].is_gathered,
+                frees_each and backward.before[backward.stage].is_gathered,
                 backward[1:4],
             )
             if same not in walks:
-                each = self._each[backward.stage]
-                walks[same] = BackwardWalk(states, backward, self.microbatch, self.dense, each)
+                walks[same] = BackwardWalk(
+                    states, backward, self.microbatch, self.dense, each[backward.stage]
+                )
             moments.append((backward.before, walks[same].first, "backward"))
             if backward.kind is not Kind.WEIGHT:
                 moments.append((backward.after, walks[same].last, "backward"))
-        each_bytes = [*chain(*self._each)]
+        each_bytes = [*chain(*each)]
         stages, work, moment = max(
             moments, key=lambda at: sum(map(mul, chain(*at[0]), each_bytes)) + at[1]
         )
-        saved, halved, unsharded, *gradients_made = self._by_kind(stages)
+        bytes_ = [*map(mul, chain(*stages), each_bytes)]
+        kinds = len(COMPLETE)
+        by_kind = [sum(bytes_[kind::kinds]) for kind in range(kinds)]
+        saved, halved, until_last, until_next, *gradients_made = by_kind
+        unsharded = until_last + until_next
         logits = stages[-1].waiting * self.microbatch.logits * states.parts[-1].head
         parameters, gradients, optimizer = states.static_bytes
         saved += halved - logits

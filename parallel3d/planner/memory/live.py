@@ -23,7 +23,8 @@ class StageState(NamedTuple):
 
     waiting: int = 0  # live microbatches before their backward pass
     halved: int = 0  # live microbatches between the halves of their backward pass
-    is_gathered: int = 0  # 1 if the parameters are all-gathered
+    is_used: int = 0  # 1 from the first forward pass to the last backward pass
+    is_gathered: int = 0  # 1 from a forward pass to the next backward pass
     is_incomplete: int = 0  # 1 between the first and the last pass that makes weight gradients
     is_complete: int = 0  # 1 after the last one
     has_ends: int = 0  # 1 if only input-gradient halves have made weight gradients
@@ -43,23 +44,15 @@ class Backward(NamedTuple):
     before: tuple[StageState, ...]
     after: tuple[StageState, ...]
     live: int  # Number of live (stage, microbatch) pairs before the backward pass.
-    halved: int  # Number of those that are between the halves of their backward pass.
 
 
 @lru_cache(maxsize=8192)
 def fullest_backwards(
-    name: ScheduleName,
-    pp: int,
-    rank: int,
-    microbatches: int,
-    virtual_stages: int,
-    *,
-    frees_each: bool,
+    name: ScheduleName, pp: int, rank: int, microbatches: int, virtual_stages: int
 ) -> tuple[Backward, ...]:
     """Returns the backward passes with the most live microbatches.
 
-    There is one for each stage, kind, `is_last` and `has_gradients`. With `frees_each`, parameters
-    are freed after each backward pass.
+    There is one for each stage, kind, `is_last` and `has_gradients`.
     """
     traits = schedule_traits(name)
     if not traits.holds_whole_batch:  # More microbatches do not increase the peak.
@@ -67,10 +60,12 @@ def fullest_backwards(
     stages = [StageState()] * virtual_stages
     left = [microbatches] * virtual_stages
     all_live = all_halved = 0
+    incomplete = 0  # Bit of each stage that has added weight gradients, but not all.
+    most: dict[object, int] = {}
     fullest: dict[object, Backward] = {}
     for stage_of_model, kind, _ in traits.builder(pp, rank, microbatches, virtual_stages):
         stage = stage_of_model // pp  # Each rank has one of every pp stages.
-        waiting, halved, gathered, gradients, _, ends = stages[stage]
+        waiting, halved, _, gathered, gradients, _, ends = stages[stage]
         before = tuple(stages)
         more_waiting, more_halved = _CHANGES[kind]
         adds = kind in (Kind.BACKWARD, Kind.WEIGHT)
@@ -78,12 +73,13 @@ def fullest_backwards(
         is_last = adds and not left[stage]
         if kind is Kind.FORWARD:
             gathered = 1
-        elif kind is not Kind.WEIGHT and frees_each:
+        elif kind is not Kind.WEIGHT:
             gathered = 0
         ends = int((ends or kind is Kind.INPUT) and not (gradients or adds))
         stages[stage] = StageState(
-            waiting=waiting + more_waiting,
-            halved=halved + more_halved,
+            waiting + more_waiting,
+            halved + more_halved,
+            is_used=1,
             is_gathered=gathered,
             is_incomplete=int(gradients or adds),
             has_ends=ends,
@@ -91,24 +87,16 @@ def fullest_backwards(
         if is_last and kind is Kind.BACKWARD:
             stages[stage] = COMPLETE
         if kind is not Kind.FORWARD:
-            found = Backward(
-                stage,
-                kind,
-                is_last,
-                gradients,
-                before,
-                tuple(stages),
-                live=all_live,
-                halved=all_halved,
-            )
-            same = (*found[:4], *[state.is_incomplete for state in before])
             # Recomputed blocks save less before their backward pass than between its halves.
-            for count in ("live", "halved")[: 1 + traits.splits_backward]:
-                most = fullest.setdefault((count, same), found)
-                if getattr(found, count) > getattr(most, count):
-                    fullest[count, same] = found
+            for kept, count in enumerate((all_live, all_halved)[: 1 + traits.splits_backward]):
+                same = (kept, stage, kind, is_last, gradients, incomplete)
+                if count > most.get(same, -1):
+                    most[same] = count
+                    fullest[same] = Backward(*same[1:5], before, tuple(stages), all_live)
+            incomplete |= adds << stage
         if is_last:
             stages[stage] = COMPLETE
+            incomplete ^= 1 << stage
         all_live += more_waiting + more_halved
         all_halved += more_halved
     return tuple(dict.fromkeys(fullest.values()))

@@ -117,7 +117,7 @@ def _buffers(run: PlannedRun, part: StageSlice, parameters: int) -> float:
     bytes_ = 0.0
     if layout.parameter_shards > 1:
         block = run.stage_parameters(_BLOCK)
-        ends = parameters - run.stage_parameters(replace(part, embedding=False, head=False))
+        ends = parameters - run.stage_parameters(part._replace(embedding=False, head=False))
         # Experts are all-gathered only if they are sharded.
         if layout.expert_shards(layout.parameter_shards) > 1:
             block += run.stage_experts(_BLOCK)

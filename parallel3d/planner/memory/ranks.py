@@ -48,7 +48,7 @@ def _candidates(run: PlannedRun) -> Iterable[int]:
     if is_uneven or traits is None or traits.splits_backward:
         return range(1, layout.pp)
     layers = [part.layers for part in run.ranks]
-    return {min(1, last), layers.index(max(layers)), last}
+    return {min(1, last), layers.index(max(layers)), last} - {0}
 
 
 def rank_memory(run: PlannedRun, rank: int) -> RankMemory:

@@ -16,14 +16,14 @@ With `parallel.offload`, sharded states are on the CPU.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
+from math import ceil
 from operator import add
 from typing import NamedTuple
 
-from parallel3d.config.sharding_strategies import REPLICATED, frees_after_forward
+from parallel3d.config.sharding_strategies import REPLICATED, frees_after_forward, usual_bucket_mib
 from parallel3d.planner.model.muon import MuonMatrix, muon_matrices, muon_step_bytes
-from parallel3d.planner.model.parameters import expert_numel_on, rank_numel
+from parallel3d.planner.model.parameters import expert_numel, rank_numel
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.shapes import ModelShape, StageSlice
 from parallel3d.planner.model.training import master_bytes
@@ -72,16 +72,24 @@ class RankStates:
         self.parts = parts = tuple(part for part, _ in self.stages)
         self.splits = layout.splits
         self.block, self.experts, self.units, self.ends = _units(run.shape, parts, *self.splits)
-        blocks = -(-run.bucket_bytes // (self.master * self.block.numel))
-        self.bucket = blocks * self.block.numel  # Parameters in a bucket of replicated gradients.
+        # Parameters in a bucket of replicated gradients, at least of the given size.
+        least = 2**20 * (layout.bucket_mib or usual_bucket_mib(on_gpu=not run.on_cpu))
+        self.bucket = ceil(least / self.master / self.block.numel) * self.block.numel
+
+    def unsharded(self, stage: int) -> tuple[float, float]:
+        """Returns the bytes of all-gathered parameters that a stage keeps until its last backward
+        pass, and of those that it keeps until its next one."""
+        bytes_ = float(self.item * self.units[stage].padded * self.is_sharded)
+        if self.frees_forward:  # Only the parameters for the loss stay unsharded.
+            bytes_ = float(self.item * self.ends[stage].padded * self.parts[stage].head)
+        return (0.0, bytes_) if self.layout.gather_cadence == "microbatch" else (bytes_, 0.0)
 
     @cached_property
     def matrices(self) -> tuple[MuonMatrix, ...]:
         """The rank's matrices that Muon updates."""
-        layers = sum(part.layers for part in self.parts)
-        dense = sum(part.dense for part in self.parts)
-        found = muon_matrices(self.run.shape, *self.splits) * (layers - dense)
-        return found + muon_matrices(self.run.shape, *self.splits, dense=True) * dense
+        part = reduce(StageSlice.plus, self.parts)
+        found = muon_matrices(self.run.shape, *self.splits) * (part.layers - part.dense)
+        return found + muon_matrices(self.run.shape, *self.splits, dense=True) * part.dense
 
     @property
     def static_bytes(self) -> tuple[float, float, float]:
@@ -147,7 +155,7 @@ def _units(
         return Unit(rank_numel(shape, (part,), tp), shard * shards, shard)
 
     def experts(layers: int) -> Unit:
-        numel, shard = (expert_numel_on(shape, layers, ep, n) for n in (1, expert_shards))
+        numel, shard = (expert_numel(shape, layers, ep, n) for n in (1, expert_shards))
         return Unit(numel, shard * expert_shards, shard)
 
     ends = []
@@ -155,10 +163,10 @@ def _units(
     blocks = [unit(_BLOCK)]
     for part in parts:
         has_table = part.embedding and (shape.tied_embeddings or not part.head)
-        ends.append(unit(replace(part, layers=0, dense=0, embedding=has_table)))
+        ends.append(unit(part._replace(layers=0, dense=0, embedding=has_table)))
         units.append(unit(part).plus(experts(part.layers - part.dense)))
         if part.dense:
-            blocks.append(unit(replace(_BLOCK, dense=1)))
+            blocks.append(unit(_BLOCK._replace(dense=1)))
     own = experts(1)
     if shape.saved:  # Experts of Transformers are in the unit of their block.
         blocks[0] = blocks[0].plus(own)

@@ -119,14 +119,6 @@ def _routed_tables(shape: ModelShape, experts: Experts, tp: int) -> list[Table]:
     return tables
 
 
-def expert_numel(shape: ModelShape, part: StageSlice) -> int:
-    """Counts the parameters of all routed experts in a stage."""
-    if shape.experts is None:
-        return 0
-    one = (shape.feed_forward_inputs + 1) * shape.hidden * shape.experts.hidden
-    return (part.layers - part.dense) * shape.experts.count * one
-
-
 @lru_cache(maxsize=256)
 def expert_tables(shape: ModelShape, ep: int) -> tuple[Table, ...]:
     """Returns the routed experts of a block on one of `ep` ranks, stacked as in parallel3d or, with
@@ -148,8 +140,11 @@ def expert_tables(shape: ModelShape, ep: int) -> tuple[Table, ...]:
     return wide, down
 
 
-def expert_numel_on(shape: ModelShape, layers: int, ep: int, shards: int, rank: int = 0) -> int:
-    """Counts the routed experts of `layers` blocks on one of an ep rank's data-parallel shards."""
+def expert_numel(
+    shape: ModelShape, layers: int, ep: int = 1, shards: int = 1, rank: int = 0
+) -> int:
+    """Counts the parameters of the routed experts of `layers` blocks on one of an ep rank's
+    data-parallel shards."""
     return layers * sum(table.shard(shards, rank) for table in expert_tables(shape, ep))
 
 
@@ -167,7 +162,7 @@ def weights_of_block(shape: ModelShape, *, dense: bool = False) -> int:
     experts = shape.experts
     if experts is None or dense:
         return weights
-    routed = expert_numel(shape, StageSlice(layers=1))
+    routed = expert_numel(shape, 1)
     return weights + routed * experts.per_token // experts.count
 
 
@@ -245,7 +240,7 @@ def whole_model(shape: ModelShape) -> StageSlice:
 def total_parameters(shape: ModelShape) -> int:
     """Counts the parameters of the full model. A tied table counts once."""
     whole = whole_model(shape)
-    return rank_numel(shape, (whole,), 1) + expert_numel(shape, whole)
+    return rank_numel(shape, (whole,), 1) + expert_numel(shape, whole.layers - whole.dense)
 
 
 def active_parameters(shape: ModelShape) -> int:
@@ -253,7 +248,7 @@ def active_parameters(shape: ModelShape) -> int:
     experts = shape.experts
     if experts is None:
         return total_parameters(shape)
-    routed = expert_numel(shape, whole_model(shape))
+    routed = expert_numel(shape, shape.layers - shape.first_dense)
     return total_parameters(shape) - routed + routed * experts.per_token // experts.count
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, reduce
 from typing import Any, TypeVar
 
 from parallel3d.config.recipe import ParallelConfig
-from parallel3d.config.sharding_strategies import REPLICATED, usual_bucket_mib
+from parallel3d.config.sharding_strategies import REPLICATED
 from parallel3d.planner.hardware.cluster import Cluster, Group, axis_group
 from parallel3d.planner.hardware.framework import FrameworkProfile
 from parallel3d.planner.model.parameters import expert_numel, rank_numel, weights_of_block
@@ -147,7 +147,8 @@ class PlannedRun:
 
     def stage_experts(self, part: StageSlice) -> int:
         """Counts the parameters of routed experts on a rank for a slice of the model."""
-        return expert_numel(self.shape, part) // (self.layout.ep * self.layout.expert_tp)
+        experts = expert_numel(self.shape, part.layers - part.dense)
+        return experts // (self.layout.ep * self.layout.expert_tp)
 
     def shard_numel(self, part: StageSlice, shards: int) -> float:
         """Returns the mean number of parameters on each of `shards` shards of a slice."""
@@ -163,12 +164,6 @@ class PlannedRun:
     def on_cpu(self) -> bool:
         """True if the devices are CPUs."""
         return self.cluster.device.is_cpu
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Minimum size of a gradient bucket in bytes. Buckets never split a parameter."""
-        usual = usual_bucket_mib(on_gpu=not self.on_cpu)
-        return int((self.layout.bucket_mib or usual) * 2**20)
 
     @property
     def sharding_rounds(self) -> tuple[int, int]:
@@ -224,13 +219,7 @@ class PlannedRun:
 
     def stages_of(self, rank: int) -> tuple[tuple[StageSlice, int], ...]:
         """Returns a pipeline rank's stages, each with the index of its first block in the model."""
-        found = []
-        first = 0
-        for stage, holder in zip(self.stages, self.placement, strict=True):
-            if holder == rank:
-                found.append((stage, first))
-            first += stage.layers
-        return tuple(found)
+        return _by_rank(self.stages, self.placement)[rank]
 
     @property
     def schedule(self) -> ScheduleName:
@@ -268,11 +257,21 @@ def _slices(layers: tuple[int, ...], dense: int) -> tuple[StageSlice, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _together(stages: tuple[StageSlice, ...], placement: tuple[int, ...]) -> tuple[StageSlice, ...]:
-    ranks = [StageSlice()] * (max(placement) + 1)
+def _by_rank(
+    stages: tuple[StageSlice, ...], placement: tuple[int, ...]
+) -> list[tuple[tuple[StageSlice, int], ...]]:
+    ranks: list[tuple[tuple[StageSlice, int], ...]] = [()] * (max(placement) + 1)
+    first = 0
     for stage, rank in zip(stages, placement, strict=True):
-        ranks[rank] = ranks[rank].plus(stage)
-    return tuple(ranks)
+        ranks[rank] += ((stage, first),)
+        first += stage.layers
+    return ranks
+
+
+@lru_cache(maxsize=4096)
+def _together(stages: tuple[StageSlice, ...], placement: tuple[int, ...]) -> tuple[StageSlice, ...]:
+    ranks = _by_rank(stages, placement)
+    return tuple(reduce(StageSlice.plus, [stage for stage, _ in own]) for own in ranks)
 
 
 @lru_cache(maxsize=4096)
@@ -313,16 +312,17 @@ def from_config(
     microbatches = global_batch_size // (parallel.dp * parallel.microbatch_size)
     usual_ep = parallel.tp if framework.is_parallel3d else 1
     split = parallel.shard_ranks
-    shards = 1 if parallel.strategy in REPLICATED else split
+    strategy = parallel.strategy
+    shards = 1 if strategy in REPLICATED else split
     beyond = {
-        "sharding": parallel.strategy,
+        "sharding": strategy,
         "ep": parallel.ep or usual_ep,
         "recompute_every": parallel.recompute_every or 1,
         "gather": parallel.gather_cadence,
         "microbatches": microbatches,
         "parameter_shards": shards,
         "gradient_shards": shards,
-        "optimizer_shards": 1 if parallel.strategy == "NO_SHARD" else split,
+        "optimizer_shards": 1 if strategy == "NO_SHARD" else split,
     }
     return varied(_USUAL, **(vars(parallel) | beyond))
 

@@ -7,7 +7,7 @@ Nemotron (squared ReLU), Gemma and MoE models.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from parallel3d.config.flops import attended_keys
 from parallel3d.config.hugging_face import config_of, config_path
@@ -50,6 +50,9 @@ class ModelShape:
     saved: SavedTensors | None = None  # None: blocks of parallel3d, not of Transformers.
     # Other parts that the trainer cannot build, or "".
     lacks_module: str = ""
+
+    def __hash__(self) -> int:  # A cache key. That of all fields takes ten times as long.
+        return hash((self.name, self.layers, self.vocab))
 
     @property
     def query_hidden(self) -> int:
@@ -106,8 +109,7 @@ class ModelShape:
         return 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class StageSlice:
+class StageSlice(NamedTuple):
     """The part of the model in a pipeline stage or on a pipeline rank."""
 
     layers: int = 0
@@ -117,10 +119,10 @@ class StageSlice:
 
     def plus(self, other: StageSlice) -> StageSlice:
         return StageSlice(
-            layers=self.layers + other.layers,
-            embedding=self.embedding or other.embedding,
-            head=self.head or other.head,
-            dense=self.dense + other.dense,
+            self.layers + other.layers,
+            self.embedding or other.embedding,
+            self.head or other.head,
+            self.dense + other.dense,
         )
 
 

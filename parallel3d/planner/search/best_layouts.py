@@ -16,13 +16,7 @@ from typing import Any, Literal
 
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.units import GIB
-from parallel3d.planner.search.request import (
-    Candidate,
-    PlanRequest,
-    PlanResult,
-    Rejected,
-    Strategy,
-)
+from parallel3d.planner.search.request import Candidate, PlanRequest, PlanResult, Rejected, Strategy
 from parallel3d.planner.search.space import check_fixed, families
 from parallel3d.planner.search.ties import put_in_order, slowest_tied_s
 from parallel3d.planner.search.tp_pp_search import TpPpSearch
@@ -60,14 +54,9 @@ def search(
     best, without = _best_by_closed_form(request, searches, top)
     strategies = _simulate(request, best)
     if objective == "memory":
-        fitting = filter(
-            None, [each.lowest_memory(within=request.usable_bytes) for each in searches]
-        )
-        lowest_first = sorted(fitting, key=attrgetter("bytes"))
-        strategies = [Strategy(request, each.parallel) for each in lowest_first]
-    nearest = filter(None, [each.lowest_memory() for each in without])
-    lowest = sorted(nearest, key=attrgetter("bytes"))
-    rejected = tuple(_rejected(request, each) for each in lowest)
+        fitting = _lowest_memory_first(searches, within=request.usable_bytes)
+        strategies = [Strategy(request, each.parallel) for each in fitting]
+    rejected = tuple(_rejected(request, each) for each in _lowest_memory_first(without))
     if not strategies and not rejected:
         raise ConfigError(_no_layout(request))
     return PlanResult(
@@ -177,6 +166,11 @@ def _best_by_closed_form(
         elif not each.waiting:
             without.append(each)
     return best, without
+
+
+def _lowest_memory_first(searches: list[TpPpSearch], within: float = inf) -> list[Candidate]:
+    found = filter(None, [each.lowest_memory(within=within) for each in searches])
+    return sorted(found, key=attrgetter("bytes"))
 
 
 def _simulate(request: PlanRequest, candidates: list[Candidate]) -> list[Strategy]:

@@ -59,9 +59,9 @@ def layout_errors(request: PlanRequest, parallel: ParallelConfig) -> Iterator[st
 
 def _recipe(request: PlanRequest, parallel: ParallelConfig) -> Recipe:
     shape = request.planned_shape(parallel.tp)
-    experts = shape.experts
-    if experts is not None:
-        known = {key.name: getattr(experts, key.name) for key in fields(ExpertsConfig)}
+    experts = shape.experts and ExpertsConfig(
+        **{key.name: getattr(shape.experts, key.name) for key in fields(ExpertsConfig)}
+    )
     model = ModelConfig(
         layers=shape.layers,
         hidden=shape.hidden,
@@ -70,7 +70,7 @@ def _recipe(request: PlanRequest, parallel: ParallelConfig) -> Recipe:
         head_dim=shape.head_dim,
         ffn_hidden=shape.ffn_hidden,
         vocab=shape.vocab,
-        experts=experts and ExpertsConfig(**known),
+        experts=experts,
     )
     train = TrainConfig(
         steps=1, global_batch_size=request.global_batch_size, seq_len=request.seq_len
@@ -162,12 +162,7 @@ def _families_of(request: PlanRequest, plain: ParallelConfig) -> Iterator[Parall
     sizes = [size for size in divisors(sequences) if size <= MOST_MICROBATCH]
     # cp and a microbatch size with a common divisor send more than both divided by it, with dp
     # multiplied.
-    is_free = fixed.allows(
-        cp=None,
-        microbatch_size=None,
-        dp_shard=None,
-        dp_replicate=None,
-    )
+    is_free = fixed.allows(cp=None, microbatch_size=None, dp_shard=None, dp_replicate=None)
     for size, name in product(sizes, names):
         if is_free and gcd(size, plain.cp) > 1:
             continue
@@ -344,11 +339,7 @@ def check_fixed(request: PlanRequest) -> None:
         raise ConfigError(error)
     if fixed.ep is not None and request.framework.is_parallel3d:
         ranks = gpus // (least.pp * least.cp * least.tp * (fixed.dp_replicate or 1))
-        most = varied(
-            least,
-            dp_shard=fixed.dp_shard or max(1, ranks),
-            ep=fixed.ep,
-        )
+        most = varied(least, dp_shard=fixed.dp_shard or max(1, ranks), ep=fixed.ep)
         for error in expert_errors(_recipe(request, most)):
             raise ConfigError(error)
     sizes = {axis: getattr(fixed, axis) for axis in least.axes if getattr(fixed, axis)}

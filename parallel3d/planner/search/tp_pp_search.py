@@ -15,6 +15,7 @@ from functools import cache, cached_property
 from heapq import heappop, heappush
 from itertools import count, product
 from math import inf
+from operator import attrgetter
 from typing import NamedTuple
 
 from parallel3d.config.recipe import ParallelConfig
@@ -38,6 +39,9 @@ from parallel3d.planner.time.step import (
     step_cost,
 )
 from parallel3d.schedules.registry import schedule_traits
+
+# Attributes of a layout that determine the memory of its states.
+_STATE_KEYS = attrgetter("schedule", "virtual_stages", "strategy", "shard_ranks", "ep", "gather")
 
 
 @dataclass(eq=False)
@@ -73,10 +77,7 @@ class TpPpSearch:
     """
 
     def __init__(
-        self,
-        request: PlanRequest,
-        families: list[ParallelConfig],
-        blocks: BlockTimeCache,
+        self, request: PlanRequest, families: list[ParallelConfig], blocks: BlockTimeCache
     ) -> None:
         """`blocks` is a cache that searches for the same model and cluster share."""
         pp = families[0].pp
@@ -206,12 +207,11 @@ class TpPpSearch:
     def _least_work_s(self, group: list[_Family]) -> float:
         first = group[0]
         run = self._request.planned_run(self._recompute_choices[0].of(first.parallel))
-        turns = 0.0
-        for family in group:
-            if schedule_traits(family.parallel.schedule).ramp_bubble:
-                turns = max(turns, family.parallel.virtual_stages)
-            else:
-                turns = inf
+        layouts = [family.parallel for family in group]
+        turns = max(
+            each.virtual_stages if schedule_traits(each.schedule).ramp_bubble else inf
+            for each in layouts
+        )
         return least_work_s(run, known=first.known, turns=turns)
 
     def _lower_bound(
@@ -226,23 +226,15 @@ class TpPpSearch:
         if not self._request.framework.is_parallel3d:
             return self._layout_bytes(family, kind, way) if way else 0.0
         way = way or _all_sharded(family.parallel)
-        key = (
-            way.schedule,
-            way.virtual_stages,
-            way.strategy,
-            way.shard_ranks,
-            way.ep,
-            way.gather,
-        )
+        key = _STATE_KEYS(way)
         if key not in self._states:
             run = self._request.planned_run(way)
-            self._states[key], _ = RankEstimate(run, 0).least_bytes
+            self._states[key] = RankEstimate(run, 0).least_states
         return self._states[key] + self._activations(family, kind)
 
     def _least_activations(self, family: _Family, kind: RecomputeChoice) -> float:
         run = self._request.planned_run(kind.of(_all_sharded(family.parallel)))
-        _, activations = RankEstimate(run, 0).least_bytes
-        return activations
+        return RankEstimate(run, 0).least_activations
 
 
 def _all_sharded(parallel: ParallelConfig) -> ParallelConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from math import ceil
 from typing import NamedTuple
 
@@ -218,15 +217,21 @@ def _attention(run: PlannedRun, kernels: Kernels) -> tuple[float, float]:
     queries = run.seq_len // layout.cp
     batch_heads = layout.microbatch_size * shape.heads / layout.tp
     if framework.attention == "flash":
-        flash_s = partial(
-            flash_attention_s, kernels, batch_heads=batch_heads, queries=queries, head_dim=d
-        )
         windowed = shape.windowed_layers / shape.layers
         window_keys = attended_keys(run.seq_len, shape.window)
 
         def seconds(backward: bool) -> float:
-            full_s = flash_s(keys=run.seq_len, backward=backward)
-            window_s = flash_s(keys=window_keys, backward=backward)
+            full_s, window_s = (
+                flash_attention_s(
+                    kernels,
+                    batch_heads=batch_heads,
+                    queries=queries,
+                    keys=keys,
+                    head_dim=d,
+                    backward=backward,
+                )
+                for keys in (run.seq_len, window_keys)
+            )
             return (1 - windowed) * full_s + windowed * window_s
 
         return seconds(False), seconds(True)

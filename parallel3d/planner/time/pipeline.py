@@ -20,11 +20,7 @@ _WINDOW = 4  # A schedule repeats itself after this many microbatches per pipeli
 
 
 def pipeline_s(
-    name: ScheduleName,
-    pp: int,
-    microbatches: int,
-    times: list[StageTimes],
-    send_s: float = 0.0,
+    name: ScheduleName, pp: int, microbatches: int, times: list[StageTimes], send_s: float = 0.0
 ) -> float:
     """Simulates a step's microbatches and returns their makespan in seconds.
 
@@ -54,22 +50,13 @@ def pipeline_s(
 
 
 @lru_cache(maxsize=256)
-def _order(
-    name: ScheduleName,
-    pp: int,
-    microbatches: int,
-    virtual_stages: int,
-) -> ActionOrder:
+def _order(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> ActionOrder:
     schedule = build_schedule(name, pp=pp, microbatches=microbatches, virtual_stages=virtual_stages)
     return action_order(schedule)
 
 
 def closed_form_s(
-    name: ScheduleName,
-    pp: int,
-    microbatches: int,
-    times: list[StageTimes],
-    send_s: float = 0.0,
+    name: ScheduleName, pp: int, microbatches: int, times: list[StageTimes], send_s: float = 0.0
 ) -> float:
     """Estimates `pipeline_s`: work of the slowest rank, bubble of an even pipeline, and transfers.
 
@@ -90,12 +77,7 @@ def closed_form_s(
 
 
 @lru_cache(maxsize=256)
-def _even_bubble(
-    name: ScheduleName,
-    pp: int,
-    microbatches: int,
-    virtual_stages: int,
-) -> float:
+def _even_bubble(name: ScheduleName, pp: int, microbatches: int, virtual_stages: int) -> float:
     """Simulates the bubble of equal stages, in units of a rank's work on one microbatch.
 
     The forward pass and both halves of the backward pass take equal time.

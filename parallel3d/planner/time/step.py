@@ -132,16 +132,14 @@ def action_times(run: PlannedRun) -> ActionTimes:
     host = _calibrated_host(run)
     pipeline = _pipeline(run, host, exact=False, known=CostCache())
     quality = _quality(run, host)
-    stages = []
-    for each in pipeline.times:
-        stage = StageTimes(
-            forward=quality * each.forward,
-            input=quality * each.input,
-            weight=quality * each.weight,
+    stages = tuple(
+        StageTimes(
+            forward=quality * each.forward, input=quality * each.input, weight=quality * each.weight
         )
-        stages.append(stage)
+        for each in pipeline.times
+    )
     transfers = (quality * pipeline.send_s,) * (len(stages) - 1)
-    return ActionTimes(stages=tuple(stages), transfers=transfers)
+    return ActionTimes(stages=stages, transfers=transfers)
 
 
 def _quality(run: PlannedRun, host: CalibratedHost | None) -> float:
@@ -223,12 +221,7 @@ def _pipeline(
         bubble_s = (seconds - even_s) * max(0.0, at_once - 1) / max(1, pp - 1)
         seconds = host.contention * max(seconds, host.shared * even_s + bubble_s)
     found = _Pipeline(
-        micro=micro,
-        times=times,
-        rank_s=rank_s,
-        send_s=send,
-        blocked_s=blocked,
-        seconds=seconds,
+        micro=micro, times=times, rank_s=rank_s, send_s=send, blocked_s=blocked, seconds=seconds
     )
     if host is None:
         known.pipelines[recompute] = found

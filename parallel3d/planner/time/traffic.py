@@ -33,12 +33,7 @@ def sent_bytes(run: PlannedRun) -> dict[str, float]:
             neighbours.update(pair)
     messages = layout.microbatches * max(neighbours.values(), default=0)
     # On a single node with links of one byte per second, seconds are bytes.
-    link = NodeLink(
-        gb_per_s=1e-9,
-        latency_us=0,
-        efficiency=1,
-        gpus=layout.world_size,
-    )
+    link = NodeLink(gb_per_s=1e-9, latency_us=0, efficiency=1, gpus=layout.world_size)
     run = replace(run, cluster=replace(run.cluster, node=link))
     sharded, replicated = all_data_parallel_s(run)
     sent = {
