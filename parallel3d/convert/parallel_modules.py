@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from parallel3d.layers.collectives import SEQUENCE_DIM
-from parallel3d.layers.linear import column_parallel, row_parallel
+from parallel3d.layers.linear import FUSED_FROM_ELEMENTS, column_parallel, row_parallel
 from parallel3d.layers.parameter import ShardedModule
 from parallel3d.layers.regions import (
     all_to_all_of_region,
@@ -36,11 +36,18 @@ class ColumnParallel(ShardedModule):
     all-reduced in the backward pass, unless a parent module does so.
     """
 
+    weight: Tensor
     features: int  # Number of output features over all ranks.
     gather_output: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
-        (y,) = column_parallel(x, (self,))
+        is_small = self.weight.numel() < FUSED_FROM_ELEMENTS
+        if self.is_entered and is_small and self.delayed is None:
+            # Nothing is sent, and torch's linear takes less time than `column_parallel`.
+            weight = self.replicated("weight")
+            y = F.linear(x, weight.t() if self.is_transposed else weight, self.replicated("bias"))
+        else:
+            (y,) = column_parallel(x, (self,))
         if not self.gather_output:
             return y
         # The last ranks may have fewer features.

@@ -183,7 +183,7 @@ def column_parallel(x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
     Used for q, k and v of an attention, and for gate and up of an MLP. The weights stay separate,
     because two weights packed along the sharded dim could not be resharded.
     """
-    if all(is_plain(layer) for layer in layers):
+    if all(map(is_plain, layers)):
         return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers]
@@ -264,7 +264,8 @@ class ColumnParallelProduct(Function):
             return (padded_product(x, weight, first.padded_width),)
         outputs = []
         for layer, weight, bias in zip(layers, ctx.weights, ctx.biases, strict=True):
-            outputs.append(F.linear(x, used_part(weight, layer), used_part(bias, layer)))
+            used_bias = None if bias is None else used_part(bias, layer)
+            outputs.append(F.linear(x, used_part(weight, layer), used_bias))
         return tuple(outputs)
 
     @staticmethod
@@ -297,14 +298,12 @@ class ColumnParallelProduct(Function):
         of_biases = []
         for layer, weight, bias, grad in zip(layers, ctx.weights, ctx.biases, flat, strict=True):
             of_weights.append(_weight_gradient(layer, weight, grad, x))
-            of_biases.append(_bias_gradient(layer, bias, grad))
+            of_biases.append(None if bias is None else _bias_gradient(layer, bias, grad))
         return travelling() if arrived is None else arrived, None, *of_weights, *of_biases
 
 
-def used_part(parameter: Tensor | None, layer: Any) -> Any:
+def used_part(parameter: Tensor, layer: Any) -> Tensor:
     """Returns the plain tensor that this rank computes with. A weight is [out, in]."""
-    if parameter is None:
-        return None
     part = local_tensor(parameter)
     if layer.is_transposed:
         part = part.t()
@@ -325,9 +324,7 @@ def _weight_gradient(layer: Any, weight: Tensor, grad: Tensor, x: Tensor) -> Ten
     return accumulate_or_return_product(weight, grad, x, fused=fused, delayed=layer.delayed)
 
 
-def _bias_gradient(layer: Any, bias: Tensor | None, grad: Tensor) -> Tensor | None:
-    if bias is None:
-        return None
+def _bias_gradient(layer: Any, bias: Tensor, grad: Tensor) -> Tensor | None:
     fused = layer.fused_gradients
     rows = layer.rows
     return accumulate_or_return(bias, grad.sum(dim=0), fused=fused, rows=rows, axis=layer.axis)
@@ -357,7 +354,8 @@ class RowParallelProduct(Function):
         grad_x = grad @ used_part(weight, layer).to(grad.dtype)
         grad = grad.flatten(0, -2)
         of_weight = _weight_gradient(layer, weight, grad, x.flatten(0, -2))
-        return grad_x, of_weight, _bias_gradient(layer, ctx.bias, grad), None
+        of_bias = None if ctx.bias is None else _bias_gradient(layer, ctx.bias, grad)
+        return grad_x, of_weight, of_bias, None
 
 
 def delay_weight_gradients(module: nn.Module) -> DelayedGradients:

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Placement
 
 from parallel3d.layers.collectives import all_reduce
 from parallel3d.mesh import ONE_RANK, Axis
+from parallel3d.torch_private import local_of
 
 Work = Callable[[], object]
 
@@ -66,8 +67,8 @@ class DelayedGradients:
 
 
 def local_tensor(parameter: Tensor) -> Tensor:
-    """Returns the local tensor of a parameter or gradient. Call it with gradients disabled."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    """Returns the local tensor of a parameter or gradient, without autograd."""
+    return local_of(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 def as_dtensor(
