@@ -144,7 +144,8 @@ LAYOUTS = (
     StepLayout(
         name="tp 2 sequence parallel", parallel=ParallelConfig(tp=2, sequence_parallel=True)
     ),
-    StepLayout(name="dp_shard 2", parallel=ParallelConfig(dp_shard=2)),
+    # The peer keeps gathered parameters for a step.
+    StepLayout(name="dp_shard 2", parallel=ParallelConfig(dp_shard=2, gather="step")),
     StepLayout(
         name="tp 2 x pp 2 x dp_shard 2",
         parallel=ParallelConfig(tp=2, pp=2, dp_shard=2),
