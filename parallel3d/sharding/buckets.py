@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,12 +68,8 @@ class ReplicatedPart(OptimizerPart):
             self.attached = like_parameter(parameter, self.gradient)
             parameter.grad = self.attached
         else:
-            parameter.register_post_accumulate_grad_hook(self._move)
-
-    def _move(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            self.gradient.add_(local_tensor(parameter.grad))
-            parameter.grad = None
+            # Not a method: Python's garbage collector cannot free a parameter that its hook holds.
+            parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
     def sync_views(self) -> None:
         if self.local.requires_grad:
@@ -99,6 +96,12 @@ class ReplicatedPart(OptimizerPart):
         local_tensor(self.parameter).copy_(values)
         if self.has_master:
             self.local.copy_(self._reduction.own(values))
+
+
+def _add_to_main_grad(parameter: Any) -> None:
+    if parameter.grad is not None:
+        parameter.main_grad.add_(local_tensor(parameter.grad))
+        parameter.grad = None
 
 
 class Bucket:

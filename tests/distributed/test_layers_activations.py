@@ -82,8 +82,8 @@ def kept_bytes(
     def pack(tensor: Tensor) -> Tensor:
         pointer = tensor.untyped_storage().data_ptr()
         if pointer not in known:
-            kept[pointer] = tensor  # held, so that its address stays its own
-        return tensor
+            kept[pointer] = tensor.detach()  # held, so that its address stays its own
+        return tensor.detach()  # the tensor itself would keep its graph alive
 
     with saved_tensors_hooks(pack, lambda tensor: tensor):
         y = blocks(x)

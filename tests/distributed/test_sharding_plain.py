@@ -4,6 +4,8 @@ float32 gradients and masters."""
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import cast
 
@@ -192,6 +194,26 @@ def test_sixteen_bit_parameters_have_float32_gradients_and_masters(
         assert parameters == {torch.bfloat16}
         assert gradients == {torch.float32}
         assert 0 < drift < 2**-8, "the model computes with its masters, rounded"
+
+
+def freed_weights(strategy: ShardingName, dtypes: Dtypes) -> bool:
+    model = Net()
+    data = shard(model, data_mesh(), strategy, dtypes=dtypes)
+    backwards(model, data, own_share(8))
+    data.finish_gradients()
+    weight = weakref.ref(next(model.parameters()))
+    del model, data
+    gc.collect()
+    return weight() is None
+
+
+@pytest.mark.parametrize("dtypes", [Dtypes(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPTIMIZER", "FULL_SHARD"])
+def test_a_model_is_freed_with_its_last_reference(
+    world: Callable, strategy: ShardingName, dtypes: Dtypes
+) -> None:
+    """A hook that holds its parameter would keep weights, gradients and process groups alive."""
+    assert all(world(2).run(freed_weights, strategy, dtypes))
 
 
 def cleared_otherwise() -> None:
