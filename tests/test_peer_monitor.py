@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from launch_targets import recipe_in
 
+from parallel3d.launch import peer_monitor
 from parallel3d.launch.devices import Place
 from parallel3d.launch.failure import Failure
 from parallel3d.launch.peer_monitor import PeerMonitor
@@ -98,3 +99,26 @@ def test_a_neighbour_whose_process_has_ended_is_named_at_once(store: dist.TCPSto
     places = [Place(host="here", pid=os.getpid()), Place(host="here", pid=gone.pid)]
     error = monitor(store, 0, places).report(lost_peer(0))
     assert "dp_shard 1, cp 0, tp 0) ended without an error message" in str(error)
+
+
+@pytest.mark.parametrize("reporter", [0, 1])
+def test_a_rank_that_reports_itself_is_left_alive_to_print_its_report(
+    store: dist.TCPStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, reporter: int
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the run's folder
+
+    def end(exit_status: int) -> None:
+        raise SystemExit(exit_status)
+
+    monkeypatch.setattr(peer_monitor, "end_process", end)
+    with subprocess.Popen(["sleep", "60"]) as stuck:
+        places = [Place(host="here", pid=os.getpid()), Place(host="here", pid=stuck.pid)]
+        cause = Failure(
+            rank=1, coordinates="c", message="is stuck for 9 s", died=True, reporter=reporter
+        )
+        with pytest.raises(SystemExit):
+            monitor(store, 0, places)._end(cause)
+        time.sleep(0.2)
+        is_alive = stuck.poll() is None
+        stuck.kill()
+    assert is_alive == (reporter == 1)
