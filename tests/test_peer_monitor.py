@@ -116,8 +116,10 @@ def test_a_rank_that_reports_itself_is_left_alive_to_print_its_report(
         cause = Failure(
             rank=1, coordinates="c", message="is stuck for 9 s", died=True, reporter=reporter
         )
+        watcher = monitor(store, 0, places)
+        watcher.close()  # its thread would end this process once the other one has ended
         with pytest.raises(SystemExit):
-            monitor(store, 0, places)._end(cause)
+            watcher._end(cause)
         time.sleep(0.2)
         is_alive = stuck.poll() is None
         stuck.kill()
