@@ -27,7 +27,12 @@ from parallel3d.layers.fused_attention import (
     attend_by_varlen,
     kernel_of,
 )
-from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from parallel3d.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_parallel,
+    flat_tokens,
+)
 from parallel3d.layers.loss import wide_dtype
 from parallel3d.layers.norm import RMSNorm
 from parallel3d.layers.parameter import LayerTp, ParallelModule
@@ -197,9 +202,11 @@ class ParallelAttention(ParallelModule):
                 "ParallelAttention: mask cannot be combined with cp = "
                 f"{self.sequence_part.ranks}; pass documents instead, or use cp = 1"
             )
-        q, k, v = column_parallel(x_BSD, (self.q, self.k, self.v))
+        q, k, v = column_parallel(flat_tokens(x_BSD, self), (self.q, self.k, self.v))
+        tokens = q.shape[:-1]  # (batch * seq,), or (batch, seq) under sequence parallelism
         # [B, S, H / n or G / n, K]
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in (q, k, v))
+        batch, K = x_BSD.shape[0], self.head_dim
+        q, k, v = (part.view(batch, -1, part.shape[-1] // K, K) for part in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -211,7 +218,7 @@ class ParallelAttention(ParallelModule):
             y = recomputed(self._attend, *inputs)
         else:
             y = self._attend(*inputs)
-        return self.o(y.flatten(-2))
+        return self.o(y.reshape(*tokens, -1)).view(x_BSD.shape)
 
     def _attend(
         self,

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -183,23 +184,24 @@ def column_parallel(x: Tensor, layers: Sequence[Any]) -> tuple[Tensor, ...]:
     Used for q, k and v of an attention, and for gate and up of an MLP. The weights stay separate,
     because two weights packed along the sharded dim could not be resharded.
     """
-    if all(map(is_plain, layers)):
-        return tuple(F.linear(x, layer.weight, layer.bias) for layer in layers)
     weights = [layer.weight for layer in layers]
     biases = [layer.bias for layer in layers]
+    if all(map(is_plain, layers, weights)):
+        return tuple(map(F.linear, repeat(x), weights, biases))
     product = ColumnParallelProduct.apply
     outputs: tuple[Tensor, ...] = outside_graph(product, cast_input(x), layers, *weights, *biases)
     return outputs
 
 
 def row_parallel(x: Tensor, layer: Any) -> Tensor:
-    if is_plain(layer):
-        return F.linear(x, layer.weight, layer.bias)
-    y: Tensor = outside_graph(RowParallelProduct.apply, cast_input(x), layer.weight, None, layer)
+    weight = layer.weight
+    if is_plain(layer, weight):
+        return F.linear(x, weight, layer.bias)
+    y: Tensor = outside_graph(RowParallelProduct.apply, cast_input(x), weight, None, layer)
     return y if layer.bias is None else y + layer.replicated("bias").to(y.dtype)
 
 
-def is_plain(layer: Any) -> bool:
+def is_plain(layer: Any, weight: Tensor) -> bool:
     """Returns True if torch's own linear can compute the layer.
 
     It must not be sharded or padded, and its gradients must not be fused unless the weight is small
@@ -208,7 +210,15 @@ def is_plain(layer: Any) -> bool:
     """
     if layer.axis.size > 1 or layer.padded_width not in (None, layer.out_features):
         return False
-    return not layer.fused_gradients or layer.weight.numel() < FUSED_FROM_ELEMENTS or is_compiling()
+    return not layer.fused_gradients or weight.numel() < FUSED_FROM_ELEMENTS or is_compiling()
+
+
+def flat_tokens(x: Tensor, layer: Any) -> Tensor:
+    """Returns x [batch, seq, hidden] as [tokens, hidden], unless the layer gathers the sequence.
+
+    For an input of two dims, torch's linear adds no views to the graph.
+    """
+    return x if layer.sequence_parallel else x.flatten(0, -2)
 
 
 def cast_input(x: Tensor) -> Tensor:

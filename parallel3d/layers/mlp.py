@@ -9,7 +9,12 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional as F
 
-from parallel3d.layers.linear import ColumnParallelLinear, RowParallelLinear, column_parallel
+from parallel3d.layers.linear import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    column_parallel,
+    flat_tokens,
+)
 from parallel3d.layers.parameter import LayerTp, ParallelModule, Pointwise
 
 Activation = Literal["swiglu", "geglu", "gelu", "gelu_tanh", "relu"]
@@ -74,7 +79,11 @@ class ParallelMLP(ParallelModule):
         self.down = RowParallelLinear(ffn_hidden, hidden, tp=tp, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        tokens = flat_tokens(x, self)
         if self.gate is None:
-            return self.down(self.activation(self.up(x)))
-        gate, up = column_parallel(x, (self.gate, self.up))  # [batch, seq, ffn_hidden / tp] each
-        return self.down(self.pointwise(gate, up, self.activation))
+            inner = self.activation(self.up(tokens))
+        else:
+            gate, up = column_parallel(tokens, (self.gate, self.up))  # [..., ffn_hidden / tp] each
+            inner = self.pointwise(gate, up, self.activation)
+        y: Tensor = self.down(inner)
+        return y.view(x.shape)
