@@ -105,7 +105,7 @@ def test_packed_rows_are_each_ranks_own_and_come_back(rows: int, ranks: int) -> 
             assert torch.equal(part, own_rows(t, axis))
     for skipped in (None, *range(ranks)):
         back = [torch.zeros_like(tensor) for tensor in tensors]
-        packing.unpack(packed, back, skipped)
+        packing.unpack(packed, back, skipped=skipped)
         for a, b in zip(back, tensors, strict=True):
             if skipped is not None:
                 own_rows(a, Axis(ranks, skipped, None)).add_(

@@ -156,10 +156,12 @@ class Bucket:
             total = self.memory.copy_(total)  # No copy if the total is the memory itself.
         elif over.replicate.size > 1:
             dist.all_reduce(total, group=over.replicate.group)
-        if over.average:
-            total.mul_(1.0 / over.every.size)
+        scale = 1.0 / over.every.size if over.average else 1.0
         if over.split:
-            self._packing.unpack(total[None], [part.own_gradient for part in self.parts])
+            own_gradients = [part.own_gradient for part in self.parts]
+            self._packing.unpack(total[None], own_gradients, scale=scale)
+        elif over.average:
+            total.mul_(scale)
 
     @timed_as("dp")
     def start_publish(self) -> Callable[[], Tensor | None]:
@@ -206,10 +208,17 @@ class Packing:
         for part, place in self._places(tensors, packed):
             place.copy_(part)
 
-    def unpack(self, packed: Tensor, tensors: Sequence[Tensor], skipped: int | None = None) -> None:
-        """Copies rows back from `packed`, except those of the rank `skipped`."""
+    def unpack(
+        self,
+        packed: Tensor,
+        tensors: Sequence[Tensor],
+        *,
+        scale: float = 1.0,
+        skipped: int | None = None,
+    ) -> None:
+        """Copies rows back from `packed`, times `scale`, except those of the rank `skipped`."""
         for part, place in self._places(tensors, packed, skipped):
-            part.copy_(place)
+            torch.mul(place, scale, out=part)
 
     def _places(
         self, tensors: Sequence[Tensor], packed: Tensor, skipped: int | None = None
