@@ -129,8 +129,8 @@ class BatchLoader:
         is_beyond = samples >= self.stop
         drawn = self.source.draw(np.where(is_beyond, 0, samples))  # [share, seq + 1]
         wrong_id = None
-        largest = int(drawn.max())
-        if largest >= self.vocab or drawn.min() < 0:
+        largest = int(np.max(drawn))
+        if largest >= self.vocab or np.min(drawn) < 0:
             is_wrong = (drawn >= self.vocab) | (drawn < 0)
             row, column = np.argwhere(is_wrong)[0]
             wrong_id = WrongId(int(samples[row]), int(drawn[row, column]), largest)

@@ -288,8 +288,8 @@ class FolderWriter(AbstractContextManager["FolderWriter"]):
     def add(self, part: Part, ids: TokenIds, documents: int = 1) -> None:
         """Appends the `ids` of `documents` documents, including end-of-text tokens, to `part`.
         Raises DataError for an ID outside the vocabulary."""
-        largest = int(ids.max())
-        for each in (ids.min(), largest):
+        largest = int(np.max(ids))
+        for each in (np.min(ids), largest):
             if not 0 <= each < self.vocab_size:
                 last = self.vocab_size - 1
                 raise DataError(f"{self.folder}: token ID {each}: must be from 0 to {last}")

@@ -110,7 +110,9 @@ def numbers(metrics: Metrics, starts: Sequence[int]) -> Tree:
     found = {key: columns[key][-1] for key in _LAST}
     for key in _MEDIANS:
         found[key] = np.median(finite[key]) if len(finite[key]) else math.nan
-    found["peak_memory_bytes"] = np.fmax.reduce(columns["peak_memory_bytes"])
+    peaks = columns["peak_memory_bytes"]
+    measured = peaks[~np.isnan(peaks)]
+    found["peak_memory_bytes"] = np.max(measured) if len(measured) else math.nan
     times: dict[str, float] = {}
     for cause in CAUSES:
         if len(finite[cause]):
