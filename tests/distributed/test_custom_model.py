@@ -45,9 +45,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def known(folder: Path) -> Iterator[None]:
-    """Lets a rank of the pool, which did not start with the folder in its path, import from it, and
-    forget it after."""
-    sys.path.append(str(folder))
+    """Lets a process import from the folder, and forget it after.
+
+    It comes first, because ranks of a pool keep the folder of the test that started them.
+    """
+    sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
     try:
         yield
