@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from parallel3d.errors import ScheduleError
@@ -74,6 +74,7 @@ def test_every_builder_is_proved_for_any_size(schedule: Schedule) -> None:
 
 @settings(deadline=None)
 @given(schedule=built())
+@example(build_schedule("interleaved_1f1b", pp=4, microbatches=8, virtual_stages=2))
 def test_memory_is_as_the_papers_tables_say(schedule: Schedule) -> None:
     """The most forwards alive are as many as the formula says; with few microbatches the formula is
     a bound."""
