@@ -13,7 +13,9 @@ from torch.testing import assert_close
 
 from parallel3d.config.recipe import ModelConfig
 from parallel3d.layers import collectives
+from parallel3d.layers.attention import ParallelAttention
 from parallel3d.layers.loss import TokenLoss, token_losses, vocab_parallel_cross_entropy
+from parallel3d.layers.mlp import ParallelMLP
 from parallel3d.layers.parameter import (
     Initializer,
     ParallelContext,
@@ -187,3 +189,9 @@ def test_gather_keeps_its_input_until_it_has_arrived() -> None:
         # what is sent is a copy
         wait = collectives.start_gather(torch.ones(3, 2).t(), Axis(2, 0, None), dim=0)
         assert wait().shape == (4, 3)
+
+
+def test_an_empty_batch_has_an_empty_result() -> None:
+    x = torch.zeros(0, 8, 64)
+    for layer in (ParallelAttention(64, 4, 2), ParallelMLP(64, 128)):
+        assert layer(x).shape == x.shape

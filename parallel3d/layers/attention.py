@@ -183,13 +183,15 @@ class ParallelAttention(ParallelModule):
             ValueError: Both `mask` and `documents` are given, or the documents do not match the
                 shape of x.
         """
+        batch, seq, _ = x_BSD.shape
+        if self.sequence_parallel:
+            seq *= self.axis.size
         if documents is not None:
             if mask is not None:
                 raise ValueError(
                     "ParallelAttention: mask and documents cannot be combined; pass one of them"
                 )
-            ranks = self.axis.size if self.sequence_parallel else 1
-            shape = (x_BSD.shape[0], x_BSD.shape[1] * ranks * self.sequence_part.ranks)
+            shape = (batch, seq * self.sequence_part.ranks)
             if documents.positions.shape != shape:
                 raise ValueError(
                     f"ParallelAttention: documents of shape {list(documents.positions.shape)}: "
@@ -203,10 +205,10 @@ class ParallelAttention(ParallelModule):
                 f"{self.sequence_part.ranks}; pass documents instead, or use cp = 1"
             )
         q, k, v = column_parallel(flat_tokens(x_BSD, self), (self.q, self.k, self.v))
-        tokens = q.shape[:-1]  # (batch * seq,), or (batch, seq) under sequence parallelism
+        flat_shape = q.shape  # [B S, H / n K], or [B, S, H / n K] under sequence parallelism
+        K = self.head_dim
         # [B, S, H / n or G / n, K]
-        batch, K = x_BSD.shape[0], self.head_dim
-        q, k, v = (part.view(batch, -1, part.shape[-1] // K, K) for part in (q, k, v))
+        q, k, v = (part.view(batch, seq, part.shape[-1] // K, K) for part in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -218,7 +220,7 @@ class ParallelAttention(ParallelModule):
             y = recomputed(self._attend, *inputs)
         else:
             y = self._attend(*inputs)
-        return self.o(y.reshape(*tokens, -1)).view(x_BSD.shape)
+        return self.o(y.reshape(flat_shape)).view(x_BSD.shape)
 
     def _attend(
         self,
