@@ -59,7 +59,7 @@ _FRAME_BYTES = 4 << 10
 
 @dataclass(frozen=True)
 class Agreement:
-    """Which rank writes which part of each tensor. Later saves of the same `form` reuse it."""
+    """Which rank writes which part of each tensor. Saves of the same `form` share it."""
 
     form: Sequence[tuple[object, ...]]  # Name, shape, dtype and placements of each tensor.
     items: list[WriteItem]  # Parts that this rank writes.

@@ -129,7 +129,7 @@ class FileSlice:
 
 
 class FileTokens:
-    """A stream of token IDs from several files. IDs are read when they are requested."""
+    """A stream of token IDs from several files. IDs are read on demand."""
 
     def __init__(self, slices: Sequence[FileSlice], dtype: np.dtype[np.integer]) -> None:
         self.slices = tuple(slices)

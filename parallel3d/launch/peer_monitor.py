@@ -250,8 +250,8 @@ class PeerMonitor:
 
     def _end(self, cause: Failure) -> None:
         """Reports the cause and ends this process. Also kills the failed rank if it is stopped or
-        hangs on this host, because its launcher would wait for it. A rank that reports itself must
-        live to print its report, and then ends itself."""
+        hangs on this host, because its launcher would wait for it. A rank that reports its own
+        failure must stay alive until it has printed the report. It then exits."""
         others = {*self._neighbours} - {self._rank, cause.reporter}
         if cause.died and cause.rank in others:
             with suppress(ProcessLookupError):

@@ -58,7 +58,8 @@ from parallel3d.mesh import ONE_RANK
 from parallel3d.shard_sizes import shard_rows
 from parallel3d.torch_private import is_compiled
 
-# Smallest weight whose fused gradients are faster on a CPU (docs/benchmarks.md).
+# Fused gradients are faster from this number of elements on, measured on a CPU
+# (docs/benchmarks.md).
 FUSED_FROM_ELEMENTS = 2**17
 
 
@@ -77,7 +78,7 @@ class ColumnParallelLinear(ParallelModule, nn.Linear):
         in_features: Size of each input vector.
         out_features: Size of each output vector over all ranks. tp must divide it.
         tp: Tensor-parallel axis or a `ParallelContext`.
-        bias: If True, adds a bias, split like the output.
+        bias: If True, adds a bias, sharded or replicated like the weight.
         gather_output: If True, all-gathers y in the forward pass.
         copies: Number of neighboring ranks that compute the same out_features * copies / tp
             features. Used for keys and values if there are fewer heads than ranks. The weight is
@@ -204,9 +205,9 @@ def row_parallel(x: Tensor, layer: Any) -> Tensor:
 def is_plain(layer: Any, weight: Tensor) -> bool:
     """Returns True if torch's own linear can compute the layer.
 
-    It must not be sharded or padded, and its gradients must not be fused unless the weight is small
-    or `torch.compile` traces it. Copying the gradient of a small weight costs less than an autograd
-    function in Python.
+    A sharded or padded layer needs `ColumnParallelProduct` or `RowParallelProduct`. So does a layer
+    with fused gradients, unless `torch.compile` traces it or its weight is small. For a small
+    weight, adding the gradient to `main_grad` costs less than an autograd function in Python.
     """
     if layer.axis.size > 1 or layer.padded_width not in (None, layer.out_features):
         return False
@@ -214,18 +215,18 @@ def is_plain(layer: Any, weight: Tensor) -> bool:
 
 
 def flat_tokens(x: Tensor, layer: Any) -> Tensor:
-    """Returns x [batch, seq, hidden] as [tokens, hidden], unless the layer gathers the sequence.
+    """Flattens x [batch, seq, hidden] to [tokens, hidden], unless the layer gathers the sequence.
 
-    For an input of two dims, torch's linear adds no views to the graph.
+    For an input of two dims, `F.linear` adds no views to the autograd graph.
     """
     return x if layer.sequence_parallel else x.flatten(0, -2)
 
 
 def cast_input(x: Tensor) -> Tensor:
-    """Casts the input to the dtype of `torch.autocast`, except without autocast or from float64.
+    """Casts the input to the dtype of `torch.autocast` if autocast is on. Leaves float64 unchanged.
 
-    The matmul itself casts the weight. Autocast is off in the backward pass, so the cast must
-    happen here.
+    The matmul casts the weight. Autocast is off in the backward pass, so the input saved for it
+    must be cast here.
     """
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
@@ -236,8 +237,8 @@ def cast_input(x: Tensor) -> Tensor:
 def padded_product(x: Tensor, weight: Tensor, width: int | None) -> Tensor:
     """Multiplies x [..., I] by weight [O, I] and pads the result with -inf to [..., width].
 
-    The matmul writes into the padded rows, so nothing is copied. Without `width` the result is
-    [..., O].
+    The matmul writes directly into the padded result, so nothing is copied. Without `width` the
+    result is [..., O].
     """
     features = len(weight)
     weight = weight.to(x.dtype)
@@ -284,32 +285,38 @@ class ColumnParallelProduct(Function):
         # The all-gather of the input overlaps with the matmul of its gradient. The reduction of
         # that gradient overlaps with the matmuls of the weight gradients.
         gathered = start_gather(x, first.axis) if first.sequence_parallel else lambda: x
-        flat = []
+        flat_grads = []
         grad_x = None
         for layer, parameter, grad in zip(layers, ctx.weights, grads, strict=True):
             weight = used_part(parameter, layer).to(x.dtype)
             grad = grad.flatten(0, -2)  # [tokens, O / n]
             if layer.padded_width is not None:
                 grad = grad[:, : len(weight)]  # Drop the padding columns.
-            flat.append(grad)
+            flat_grads.append(grad)
             grad_x = grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
         assert grad_x is not None
         grad_x = grad_x.view(*grads[0].shape[:-1], grad_x.shape[-1])
         start = start_reduce_scatter if first.sequence_parallel else start_all_reduce
-        travelling = start(grad_x, ONE_RANK if first.is_entered else first.axis)
+        wait_for_grad_x = start(grad_x, ONE_RANK if first.is_entered else first.axis)
         # A reduce-scatter of several sequences sends a copy, so this frees the original.
         del grad_x
         x = gathered().flatten(0, -2)
         del gathered  # Frees the buffer of the all-gather.
         # Replicated weights all-reduce their gradients below. Wait for the first collective before
         # starting another.
-        arrived = travelling() if any(layer.rows for layer in layers) else None
-        of_weights = []
-        of_biases = []
-        for layer, weight, bias, grad in zip(layers, ctx.weights, ctx.biases, flat, strict=True):
-            of_weights.append(_weight_gradient(layer, weight, grad, x))
-            of_biases.append(None if bias is None else _bias_gradient(layer, bias, grad))
-        return travelling() if arrived is None else arrived, None, *of_weights, *of_biases
+        waits_first = any(layer.rows is not None for layer in layers)
+        if waits_first:
+            grad_x = wait_for_grad_x()
+        weight_grads = []
+        bias_grads = []
+        for layer, weight, bias, grad in zip(
+            layers, ctx.weights, ctx.biases, flat_grads, strict=True
+        ):
+            weight_grads.append(_weight_gradient(layer, weight, grad, x))
+            bias_grads.append(None if bias is None else _bias_gradient(layer, bias, grad))
+        if not waits_first:
+            grad_x = wait_for_grad_x()
+        return grad_x, None, *weight_grads, *bias_grads
 
 
 def used_part(parameter: Tensor, layer: Any) -> Tensor:
@@ -343,7 +350,7 @@ def _bias_gradient(layer: Any, bias: Tensor, grad: Tensor) -> Tensor | None:
 class RowParallelProduct(Function):
     """Matmul of a row-parallel layer, followed by the sum over tp.
 
-    The bias is added before the sum, so only an unsharded layer passes one.
+    A bias passed here is added before the sum, so only an unsharded layer passes one.
     """
 
     @staticmethod
@@ -363,9 +370,9 @@ class RowParallelProduct(Function):
         grad = grad.contiguous()  # One matmul instead of one per sequence.
         grad_x = grad @ used_part(weight, layer).to(grad.dtype)
         grad = grad.flatten(0, -2)
-        of_weight = _weight_gradient(layer, weight, grad, x.flatten(0, -2))
-        of_bias = None if ctx.bias is None else _bias_gradient(layer, ctx.bias, grad)
-        return grad_x, of_weight, of_bias, None
+        weight_grad = _weight_gradient(layer, weight, grad, x.flatten(0, -2))
+        bias_grad = None if ctx.bias is None else _bias_gradient(layer, ctx.bias, grad)
+        return grad_x, weight_grad, bias_grad, None
 
 
 def delay_weight_gradients(module: nn.Module) -> DelayedGradients:

@@ -4,10 +4,10 @@ Gradients are views into a bucket (`.grad`, or `main_grad` for fused gradients).
 accumulate directly into the memory that the collective reads, one call clears a bucket, and no copy
 is needed before the all-reduce.
 
-[Note: gloo] gloo's reduce-scatter takes more CPU time than its all-reduce, and its all-gather twice
-that of broadcasts. With gloo, gradients are therefore sent by an all-to-all and summed here in rank
-order, and parameters are sent by one broadcast per rank. This sends the same number of bytes in
-less than half the time (docs/reference/sharding.md).
+[Note: gloo] gloo's reduce-scatter takes more CPU time than its all-reduce. Its all-gather takes
+twice the CPU time of broadcasts. With gloo, gradients are therefore sent by an all-to-all and
+summed here in rank order, and parameters are sent by one broadcast per rank. This sends the same
+number of bytes in less than half the time (docs/reference/sharding.md).
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Bucket:
     """Gradients of `parts`, stored one after the other in `memory`.
 
     Gradients of frozen parameters are zeros. `before` maps cast parameters to their original
-    values. The constructor removes those it uses.
+    values; the constructor removes those it uses.
     """
 
     def __init__(
@@ -181,9 +181,10 @@ class Bucket:
         """Copies all ranks' `rows`, or this rank's master copies if None, into the parameters."""
         wholes = [local_tensor(part.parameter) for part in self.parts]
         has_master = self.parts[0].has_master
-        if rows is not None:  # Without master copies, this rank's own rows are up to date.
-            own = None if has_master else self._reduction.shard.rank
-            self._packing.unpack(rows, wholes, skipped=own)
+        if rows is not None:
+            # Without master copies, this rank's own rows are up to date.
+            skipped = None if has_master else self._reduction.shard.rank
+            self._packing.unpack(rows, wholes, skipped=skipped)
         elif has_master:
             foreach_copy_(wholes, [part.local for part in self.parts])
 
@@ -225,28 +226,27 @@ class Packing:
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields slices of each tensor [rows, ...] with their positions in `packed`.
 
-        Ranks with a full share of rows come as one slice, or as those before and after `skipped`.
-        Then comes the rank with fewer rows. One copy per rank would take seconds with hundreds of
-        ranks.
+        Ranks with a full share of rows form one slice, or two slices around `skipped`. The rank
+        with fewer rows follows. With hundreds of ranks, one copy per rank would take seconds.
         """
         for tensor, columns in zip(tensors, packed.split(self._widths, dim=1), strict=True):
             places = columns.unflatten(1, (-1, *tensor.shape[1:]))  # [ranks, rows of a share, ...]
             share = places.shape[1]
-            full, few = divmod(len(tensor), share)
-            ranges = [(0, full)]
+            full_ranks, rest = divmod(len(tensor), share)
+            ranges = [(0, full_ranks)]
             if skipped is not None:
-                ranges = [(0, min(skipped, full)), (skipped + 1, full)]
+                ranges = [(0, min(skipped, full_ranks)), (skipped + 1, full_ranks)]
             for start, stop in ranges:
                 if start < stop:
                     rows = tensor[start * share : stop * share]
                     yield rows.unflatten(0, (-1, share)), places[start:stop]
-            if few and skipped != full:
-                yield tensor[full * share :], places[full, :few]
+            if rest and skipped != full_ranks:
+                yield tensor[full_ranks * share :], places[full_ranks, :rest]
 
 
 def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Starts to reduce-scatter `rows` [ranks, width]. Call the result to get this rank's row."""
-    if dist.get_backend(axis.group) != "gloo":
+    if dist.get_backend(axis.group) != "gloo":  # [Note: gloo]
         pending = start_reduce_scatter(rows, axis, 0)
         return lambda: pending()[0]
     received = torch.empty_like(rows)
@@ -263,8 +263,8 @@ def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 def start_row_gather(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Starts to all-gather `rows` [ranks, width] in place, from this rank's own row. Call the
-    result to get them."""
-    if dist.get_backend(axis.group) != "gloo":
+    result to wait for the rows and get them."""
+    if dist.get_backend(axis.group) != "gloo":  # [Note: gloo]
         own = rows[axis.rank]
         work = all_gather_single(rows.flatten(), own, group=axis.group, async_op=True)
         return partial(after, work, rows)

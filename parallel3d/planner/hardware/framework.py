@@ -53,7 +53,7 @@ class FrameworkProfile:
 
     @property
     def is_parallel3d(self) -> bool:
-        """True for parallel3d, whose memory is counted from its own code."""
+        """True for parallel3d, whose memory the planner derives from the code of this package."""
         return self.name == "parallel3d"
 
 

@@ -204,7 +204,7 @@ def _sizes(parallel: ParallelConfig) -> str:
 
 
 def _remedies(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Yields the rows if no layout fits: nearest layouts, remedies, least training time."""
+    """Yields rows for a plan without a layout that fits: nearest layouts, remedies, least time."""
     request = plan.request
     usable = request.usable_bytes
     more = plan.result.rejected[0].short_bytes / usable
