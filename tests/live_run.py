@@ -107,6 +107,12 @@ def small_recipe(folder: Path, parallel: ParallelConfig, **train: Any) -> Recipe
     )
 
 
+def _heed_signals() -> None:
+    """Undoes what pytest inherits from `&` in a shell (ignores Ctrl-C) or nohup (SIGHUP)."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class LiveRun:
     """A run in a session of its own. `folder` holds its recipe and its stderr."""
 
@@ -132,8 +138,7 @@ class LiveRun:
                 stderr=stderr,
                 start_new_session=True,
                 env=os.environ | own,
-                # The children of a shell's background job ignore Ctrl-C.
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                preexec_fn=_heed_signals,
             )
 
     def stderr(self) -> str:
