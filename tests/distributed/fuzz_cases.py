@@ -157,7 +157,8 @@ def run_cases(
             try:
                 answers.append(job(case.recipe))
             except Parallel3dError as error:
-                answers.append(error)
+                # The traceback would keep the trainer and its process groups alive.
+                answers.append(error.with_traceback(None))
             except Exception:
                 text = traceback.format_exc()
                 print(text, file=log, flush=True)

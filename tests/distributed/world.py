@@ -111,8 +111,9 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             if dist.is_initialized():
                 dist.destroy_process_group()
             _forget_meshes()
-        gc.collect()
         pipe.send((text, value))
+        value = None  # the traceback of an error in it keeps trainers and their groups alive
+        gc.collect()
 
 
 def _forget_meshes() -> None:
