@@ -206,6 +206,11 @@ class Packing:
 
     def pack(self, tensors: Sequence[Tensor], packed: Tensor) -> None:
         """Copies the rows of all ranks into `packed` [ranks, width], or of one into [1, width]."""
+        ranks = len(packed)
+        if [each.numel() for each in tensors] == [ranks * width for width in self._widths]:
+            # No padding: one call takes less CPU time than a copy of each tensor.
+            torch.cat([each.reshape(ranks, -1) for each in tensors], dim=1, out=packed)
+            return
         for part, place in self._places(tensors, packed):
             place.copy_(part)
 
