@@ -2,7 +2,7 @@
 one tp rank, and with tp or a split backward the pieces between the products, so that products still
 hide collectives and are still put off.
 
-Three layouts stand for all. Compiling takes the time.
+Compiling takes the time, so three layouts stand for all, and the one with cp is a long test.
 """
 
 from __future__ import annotations
@@ -68,7 +68,14 @@ def curve(
     )
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS, ids=["blocks", "pieces-tp-cp", "pieces-zb_h1"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(LAYOUTS[0], id="blocks"),
+        pytest.param(LAYOUTS[1], id="pieces-tp-cp", marks=pytest.mark.long),
+        pytest.param(LAYOUTS[2], id="pieces-zb_h1"),
+    ],
+)
 def test_what_is_compiled_trains_as_what_is_not(world: Callable, parallel: ParallelConfig) -> None:
     eager, compiled = (
         world(parallel.world_size).run(curve, parallel, compile) for compile in (False, True)

@@ -25,11 +25,11 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     assert_follows,
+    in_pairs,
     label,
     long,
     make_recipe,
     make_trainer,
-    one_case,
     own_batch,
     plain_curve,
     train,
@@ -134,7 +134,8 @@ LONG: list[tuple[ModelConfig, dict[str, Any]]] = [
         },
     ),
 ]
-CASES = [*(one_case(*each) for each in LAYOUTS), *(long(one_case(*each)) for each in LONG)]
+CASES = [in_pairs(*each) for each in LAYOUTS]
+CASES += [long(in_pairs(*each)) for each in LONG]
 
 
 def run(recipe: Recipe) -> Curve:
@@ -155,7 +156,7 @@ def test_layout_trains_as_plain_torch_does(
 def special(
     model: ModelConfig, more: dict[str, Any] | None = None, **sections: Any
 ) -> ParameterSet:
-    parallel = ParallelConfig(cp=2, **(more or {}))
+    parallel = ParallelConfig(**{"cp": 2, "microbatch_size": 2, **(more or {})})
     recipe = replace(make_recipe(model, parallel), **sections)
     name = "-".join([model.architecture, label(parallel, model), *sections])
     return pytest.param(recipe, id=name)

@@ -202,7 +202,7 @@ def assert_same_in(
     alone = replace(make_recipe(model, ParallelConfig()), data=data)
     reference = world(1).run(plain_curve, alone)[0]
     for layout in layouts:
-        parallel = ParallelConfig(**layout)
+        parallel = ParallelConfig(**{"microbatch_size": 2, **layout})
         recipe = replace(make_recipe(model, parallel, **settings), data=data)
         curves = world(parallel.world_size).run(curve_of, recipe)
         assert_follows(curves[0], reference)

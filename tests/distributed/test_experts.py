@@ -185,7 +185,7 @@ MUON = OptimizerConfig(
 
 
 def case(model: ModelConfig, layout: dict[str, Any], **sections: Any) -> ParameterSet:
-    parallel = ParallelConfig(**layout)
+    parallel = ParallelConfig(**{"microbatch_size": 2, **layout})
     recipe = replace(make_recipe(model, parallel, seed=1), **sections)
     kind = "shared" if model.experts == SHARED.experts else "plain"
     name = "-".join([label(parallel, model), f"ep{parallel.expert_ranks}", kind, *sections])

@@ -23,9 +23,9 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     assert_follows,
+    in_pairs,
     make_recipe,
     make_trainer,
-    one_case,
     own_batch,
     plain_curve,
     train,
@@ -49,14 +49,14 @@ def evaluate_layout(model: ModelConfig, parallel: ParallelConfig) -> tuple[float
 
 
 LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
-    (GROUPED, {}),
+    (GROUPED, {"microbatch_size": 1}),
     (GROUPED, {"recompute": "full", "microbatch_size": 4}),
     (TIED, {"tp": 2, "sequence_parallel": True, "recompute": "full", "microbatch_size": 4}),
     (GROUPED, {"pp": 2, "schedule": "gpipe"}),
     (DEEP_TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 3}),
     (TIED, {"dp_shard": 2, "recompute": "full", "microbatch_size": 2}),
     (GROUPED, {"dp_replicate": 2}),
-    (DEEP_TIED, {"pp": 4}),  # 6 layers: 1, 2, 2, 1
+    (DEEP_TIED, {"pp": 4, "microbatch_size": 1}),  # 6 layers: 1, 2, 2, 1
     (
         DEEP_TIED,
         {
@@ -81,7 +81,7 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
     ),
     (MANY_HEADS, {"tp": 8, "microbatch_size": 8, "sequence_parallel": True}),
 ]
-CASES = [one_case(model, settings) for model, settings in LAYOUTS]
+CASES = [in_pairs(*each) for each in LAYOUTS]
 
 
 @pytest.mark.parametrize("model, parallel", CASES)

@@ -283,6 +283,12 @@ def one_case(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet
     return pytest.param(model, parallel, id=label(parallel, model))
 
 
+def in_pairs(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet:
+    """Returns a case with two sequences in a microbatch, unless the layout sets another number. It
+    takes half the time of a case with one."""
+    return one_case(model, {"microbatch_size": 2, **settings})
+
+
 def long(case: ParameterSet) -> ParameterSet:
     """Returns the case as one that `make test` leaves to `make test-long`."""
     return pytest.param(*case.values, id=case.id, marks=pytest.mark.long)
