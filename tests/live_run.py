@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ from tests.one_rank import read_metrics
 from tests.planted import FOLDER
 
 ROOT = Path(__file__).parents[1]
-LONGEST_S = 120.0  # a run or a wait that takes longer hangs
+LONGEST_S = 120.0  # a run or a wait that takes longer is said to hang
 MODEL = ModelConfig(
     architecture="tests.planted:Planted",
     layers=2,
@@ -177,7 +178,8 @@ class LiveRun:
                 break
         left = [_read(pid, "cmdline").replace(b"\0", b" ").decode() for pid in self.processes()]
         for pid in self.processes():
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended since
+                os.kill(pid, signal.SIGKILL)
         self.command.wait()
         names = [path.name for path in self._temporary.glob("*")]
         left += [name for name in names if not name.startswith(_LEFT_BY_TORCH)]

@@ -92,7 +92,7 @@ def test_packed_rows_are_each_ranks_own_and_come_back(rows: int, ranks: int) -> 
     tensors = [
         torch.arange(rows * 6.0).view(rows, 2, 3),
         torch.arange(float(rows)),
-        torch.arange(7.0).view(7, 1),
+        torch.arange(2.0 * rows).view(-1, 1),
     ]
     packing = Packing([tensor.shape for tensor in tensors], ranks)
     packed = packing.empty(tensors[0], torch.float32)
