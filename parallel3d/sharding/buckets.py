@@ -1,8 +1,8 @@
 """Gradient buckets of replicated parameters, and their communication.
 
 Gradients are views into a bucket (`.grad`, or `main_grad` for fused gradients). Microbatches
-accumulate directly into the memory that the collective reads, one call clears a bucket, and no copy
-is needed before the all-reduce.
+accumulate directly into it. The all-reduce reads it without a copy if the dtypes match. One call
+clears it.
 
 [Note: gloo] gloo's reduce-scatter takes more CPU time than its all-reduce. Its all-gather takes
 twice the CPU time of broadcasts. With gloo, gradients are therefore sent by an all-to-all and
@@ -68,7 +68,7 @@ class ReplicatedPart(OptimizerPart):
             self.attached = like_parameter(parameter, self.gradient)
             parameter.grad = self.attached
         else:
-            # Not a method: Python's garbage collector cannot free a parameter that its hook holds.
+            # A function: the garbage collector cannot free a parameter that its own hook refers to.
             parameter.register_post_accumulate_grad_hook(_add_to_main_grad)
 
     def sync_views(self) -> None:
@@ -82,7 +82,7 @@ class ReplicatedPart(OptimizerPart):
             return like_parameter(parameter, local)
         if not isinstance(parameter, DTensor):
             return as_dtensor(local, mesh[Role.SHARD_PARAMETERS], [Shard(0)], parameter)
-        # Rows are split over tp first, then over dp_shard.
+        # The placement on tp comes first. The rows are then split over dp_shard.
         names = (Role.SPLIT_TENSORS, Role.SHARD_PARAMETERS)
         both = mesh[names[::-1]]
         groups = [both.get_group(name) for name in names]
@@ -107,14 +107,14 @@ def _add_to_main_grad(parameter: Any) -> None:
 class Bucket:
     """Gradients of `parts`, stored one after the other in `memory`.
 
-    Gradients of frozen parameters are zeros. `before` maps cast parameters to their original
-    values; the constructor removes those it uses.
+    Gradients of frozen parameters are zeros. `originals` maps cast parameters to their
+    original values; the constructor removes those it uses.
     """
 
     def __init__(
         self,
         parameters: Sequence[nn.Parameter],
-        before: dict[nn.Parameter, Tensor],
+        originals: dict[nn.Parameter, Tensor],
         memory: Tensor,
         reduction: Reduction,
     ) -> None:
@@ -124,7 +124,7 @@ class Bucket:
         self.parts = []
         sizes = [local_tensor(parameter.detach()).numel() for parameter in parameters]
         for parameter, piece in zip(parameters, memory.split(sizes), strict=True):
-            value = before.pop(parameter, parameter)
+            value = originals.pop(parameter, parameter)
             self.parts.append(ReplicatedPart(parameter, value, piece, reduction))
         if reduction.split:
             shapes = [part.gradient.shape for part in self.parts]
@@ -150,7 +150,7 @@ class Bucket:
         if self._pending is None:
             return
         over = self._reduction
-        # Setting None frees the buffers that were sent.
+        # Clearing `_pending` frees the buffers that were sent.
         total, self._pending = self._pending(), None
         if not over.split:
             total = self.memory.copy_(total)  # No copy if the total is the memory itself.
@@ -165,7 +165,7 @@ class Bucket:
 
     @timed_as("dp")
     def start_publish(self) -> Callable[[], Tensor | None]:
-        """Starts to all-gather updated rows, if they are split over ranks.
+        """Starts the all-gather of updated rows, if they are split over ranks.
 
         Returns a function that waits for the rows of all ranks and returns them, or returns None.
         """
@@ -205,10 +205,10 @@ class Packing:
         return like.new_empty(self._shape, dtype=dtype)
 
     def pack(self, tensors: Sequence[Tensor], packed: Tensor) -> None:
-        """Copies the rows of all ranks into `packed` [ranks, width], or of one into [1, width]."""
+        """Copies rows into `packed`: [ranks, width] of all ranks, or [1, width] of one rank."""
         ranks = len(packed)
         if [each.numel() for each in tensors] == [ranks * width for width in self._widths]:
-            # No padding: one call takes less CPU time than a copy of each tensor.
+            # No tensor has padding: one call takes less CPU time than a copy of each tensor.
             torch.cat([each.reshape(ranks, -1) for each in tensors], dim=1, out=packed)
             return
         for part, place in self._places(tensors, packed):
@@ -250,7 +250,7 @@ class Packing:
 
 
 def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Starts to reduce-scatter `rows` [ranks, width]. Call the result to get this rank's row."""
+    """Starts the reduce-scatter of `rows` [ranks, width]. Call the result for this rank's row."""
     if dist.get_backend(axis.group) != "gloo":  # [Note: gloo]
         pending = start_reduce_scatter(rows, axis, 0)
         return lambda: pending()[0]
@@ -267,7 +267,7 @@ def start_row_reduction(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
 
 
 def start_row_gather(rows: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Starts to all-gather `rows` [ranks, width] in place, from this rank's own row. Call the
+    """Starts the all-gather of `rows` [ranks, width] in place, from this rank's own row. Call the
     result to wait for the rows and get them."""
     if dist.get_backend(axis.group) != "gloo":  # [Note: gloo]
         own = rows[axis.rank]

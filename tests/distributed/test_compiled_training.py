@@ -2,7 +2,7 @@
 one tp rank, and with tp or a split backward the pieces between the products, so that products still
 hide collectives and are still put off.
 
-Compiling takes the time, so three layouts stand for all, and the one with cp is a long test.
+Compilation is slow, so three layouts stand for all, and the one with cp is a long test.
 """
 
 from __future__ import annotations

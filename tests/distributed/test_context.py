@@ -25,7 +25,6 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     assert_follows,
-    in_pairs,
     label,
     long,
     make_recipe,
@@ -33,6 +32,7 @@ from tests.distributed.training_cases import (
     own_batch,
     plain_curve,
     train,
+    two_sequence_case,
     whole_batch,
 )
 
@@ -45,6 +45,7 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
         GROUPED,
         {
             "cp": 2,
+            "microbatch_size": 1,
         },
     ),
     (
@@ -60,7 +61,6 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
         {
             "cp": 2,
             **SP2,
-            "microbatch_size": 2,
         },
     ),
     (
@@ -78,7 +78,6 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
             "cp": 2,
             "pp": 2,
             "schedule": "zb_h1",
-            "microbatch_size": 2,
         },
     ),
     (
@@ -87,7 +86,6 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
             "cp": 2,
             "dp_shard": 2,
             "sharding": "NO_SHARD",
-            "microbatch_size": 2,
         },
     ),
     (
@@ -108,7 +106,6 @@ LONG: list[tuple[ModelConfig, dict[str, Any]]] = [
             "cp": 2,
             "tp": 2,
             "recompute": "full",
-            "microbatch_size": 2,
         },
     ),
     (
@@ -134,8 +131,8 @@ LONG: list[tuple[ModelConfig, dict[str, Any]]] = [
         },
     ),
 ]
-CASES = [in_pairs(*each) for each in LAYOUTS]
-CASES += [long(in_pairs(*each)) for each in LONG]
+CASES = [two_sequence_case(*each) for each in LAYOUTS]
+CASES += [long(two_sequence_case(*each)) for each in LONG]
 
 
 def run(recipe: Recipe) -> Curve:
@@ -200,9 +197,9 @@ MASKED = DataConfig(documents="mask")
 SPECIAL = [
     special(QWEN),  # a window, and positions by yarn
     special(QWEN, SP2, data=MASKED),
-    special(GROUPED, {"recompute": "full", "microbatch_size": 2}, data=MASKED),
+    special(GROUPED, {"recompute": "full"}, data=MASKED),
     long(special(GPT, SP2, data=MASKED)),
-    special(DROPPED, {"microbatch_size": 2}),
+    special(DROPPED),
     long(special(replace(DROPPED, architecture="gpt", kv_heads=None, max_positions=32), SP2)),
     special(GROUPED, {"dp_replicate": 2}, local_sgd=LocalSgdConfig(sync_every=3)),
 ]

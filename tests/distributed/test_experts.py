@@ -80,6 +80,7 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
         MIXTURE,
         {
             **EP2,
+            "microbatch_size": 1,
         },
     ),
     (
@@ -123,7 +124,6 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
             "pp": 2,
             **EP2,
             "schedule": "zb_h1",
-            "microbatch_size": 2,
         },
     ),
     (
@@ -148,7 +148,6 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
             "pp": 2,
             **EP2,
             "ep": 4,
-            "microbatch_size": 2,
         },
     ),
 ]

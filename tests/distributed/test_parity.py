@@ -23,12 +23,12 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     assert_follows,
-    in_pairs,
     make_recipe,
     make_trainer,
     own_batch,
     plain_curve,
     train,
+    two_sequence_case,
 )
 
 
@@ -54,7 +54,7 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
     (TIED, {"tp": 2, "sequence_parallel": True, "recompute": "full", "microbatch_size": 4}),
     (GROUPED, {"pp": 2, "schedule": "gpipe"}),
     (DEEP_TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 3}),
-    (TIED, {"dp_shard": 2, "recompute": "full", "microbatch_size": 2}),
+    (TIED, {"dp_shard": 2, "recompute": "full"}),
     (GROUPED, {"dp_replicate": 2}),
     (DEEP_TIED, {"pp": 4, "microbatch_size": 1}),  # 6 layers: 1, 2, 2, 1
     (
@@ -66,7 +66,6 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
             "sequence_parallel": True,
             "schedule": "interleaved_1f1b",
             "virtual_stages": 2,
-            "microbatch_size": 2,
         },
     ),
     (
@@ -76,12 +75,11 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
             "dp_replicate": 2,
             "dp_shard": 2,
             "sequence_parallel": True,
-            "microbatch_size": 2,
         },
     ),
     (MANY_HEADS, {"tp": 8, "microbatch_size": 8, "sequence_parallel": True}),
 ]
-CASES = [in_pairs(*each) for each in LAYOUTS]
+CASES = [two_sequence_case(*each) for each in LAYOUTS]
 
 
 @pytest.mark.parametrize("model, parallel", CASES)

@@ -283,9 +283,9 @@ def one_case(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet
     return pytest.param(model, parallel, id=label(parallel, model))
 
 
-def in_pairs(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet:
-    """Returns a case with two sequences in a microbatch, unless the layout sets another number. It
-    takes half the time of a case with one."""
+def two_sequence_case(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet:
+    """Returns a case with two sequences in a microbatch, unless the layout sets another number.
+    With one sequence it would take twice the time."""
     return one_case(model, {"microbatch_size": 2, **settings})
 
 

@@ -22,8 +22,8 @@ _LONGEST_JOB_S = 240.0
 
 @dataclass(frozen=True)
 class World:
-    """`size` resident processes. `run` calls a module-level function on each, in a process group of
-    its own."""
+    """`size` resident processes. `run` calls a module-level function on each, in a new process
+    group."""
 
     size: int
     _folder: Path
@@ -38,7 +38,7 @@ class World:
         answers = []
         for rank, (_, pipe) in enumerate(self._workers):
             if not pipe.poll(_LONGEST_JOB_S):
-                self.close()  # what still runs there would answer in the place of the next job
+                self.close()  # a late answer would be taken for that of the next job
                 raise TimeoutError(
                     f"rank {rank} of {self.size} did not answer within {_LONGEST_JOB_S:.0f} s"
                 )
@@ -80,14 +80,13 @@ class World:
 
 
 def _serve(rank: int, size: int, pipe: Connection) -> None:
-    """A worker: job after job until the pipe closes."""
+    """Runs jobs in a worker until the pipe closes."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     while True:
-        # what is there between jobs stays, modules mostly: the collections below need not look at
-        # it
+        # The collections below need not look at what stays between jobs, mostly modules.
         gc.freeze()
         try:
             function, args, store = pipe.recv()
@@ -103,7 +102,7 @@ def _serve(rank: int, size: int, pipe: Connection) -> None:
             torch.manual_seed(0)  # equal on all ranks, whatever earlier jobs drew
             value = function(*args)
             text = ""
-            dist.barrier()  # nobody leaves while another still needs it
+            dist.barrier()  # no rank leaves while another still needs it
         except BaseException:
             value = None
             text = traceback.format_exc()
