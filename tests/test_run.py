@@ -99,9 +99,9 @@ def test_a_run_writes_its_files_and_goes_on_from_its_checkpoint(tmp_path: Path) 
         assert 0 < line["data_wait_s"] < line["step_time_s"]
         for cause, (least, most) in line["time_spread_s"].items():
             assert 0 <= least <= line["time_s"][cause] <= most
-    # One step may wait for the processor between two of its parts.
-    parts = [sum(line["time_s"].values()) / line["step_time_s"] for line in lines]
-    assert median(parts) == pytest.approx(1, abs=0.1)
+    # The parts add up to 2 % or 1 ms. A step may wait for the processor between two of its parts.
+    missing = [line["step_time_s"] - sum(line["time_s"].values()) for line in lines]
+    assert abs(median(missing)) <= max(0.02 * median(line["step_time_s"] for line in lines), 1e-3)
     assert [line["time_s"]["checkpoint"] > 0 for line in lines] == [
         step in (5, 9) for step in range(1, 11)
     ]
