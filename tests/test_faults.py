@@ -38,7 +38,10 @@ from tests.live_run import (
     undisturbed_losses,
 )
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+]
 
 DATA = ParallelConfig(dp_shard=2)
 TENSOR = ParallelConfig(tp=2)
@@ -133,12 +136,9 @@ def wrong_number(
     )
 
 
-SHORT = [
+ENDS = [
     raises("raise_in_backward"),
     raises("raise_in_rank_1_while_others_loop", "all", torchrun),
-]
-ENDS = [
-    *SHORT,
     names(1, " ended with status 3", plant(1, "exit_with_3")),
     *(killed(rank) for rank in (0, 3)),
     *(killed(3, launch) for launch in (torchrun, srun)),
@@ -242,12 +242,6 @@ def check_end(fault: Fault, folder: Path) -> LiveRun:
     return run
 
 
-@pytest.mark.parametrize("fault", SHORT, ids=str)
-def test_a_failing_rank_is_told_once_and_ends_all(fault: Fault, tmp_path: Path) -> None:
-    assert check_end(fault, tmp_path).outcome()["rank"] == 1
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("fault", ENDS, ids=str)
 def test_a_run_names_the_fault_that_ends_it_and_resumes(fault: Fault, tmp_path: Path) -> None:
     run = check_end(fault, tmp_path)
@@ -288,7 +282,6 @@ SURVIVED = [
 ]
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("fault", SURVIVED, ids=str)
 def test_a_run_goes_on_after(fault: Fault, tmp_path: Path) -> None:
     run = LiveRun(tmp_path, recipe_of(fault, tmp_path), fault.launch)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from parallel3d.config.recipe import ParallelConfig
+from tests.distributed.training_cases import long
 from tests.hf_memory_grid import compared, model_section
 
 TP = ParallelConfig(tp=2)
@@ -19,12 +20,10 @@ TP = ParallelConfig(tp=2)
         ("gemma2", ParallelConfig(pp=2), "bf16"),
         ("gemma3_text", replace(TP, sequence_parallel=True), "bf16"),
         ("gpt2", replace(TP, recompute="selective"), "bf16"),
-        ("olmo2", TP, "bf16"),
-        ("smollm3", replace(TP, sequence_parallel=True), "bf16"),
         ("falcon", ParallelConfig(dp_shard=4), "bf16"),
-        ("phi3", replace(TP, dp_shard=8), "bf16"),
         ("mixtral", replace(TP, dp_shard=8), "bf16"),
-        ("starcoder2", ParallelConfig(pp=2), "fp32"),
+        long(pytest.param("phi3", replace(TP, dp_shard=8), "bf16")),
+        long(pytest.param("starcoder2", ParallelConfig(pp=2), "fp32")),
     ],
 )
 def test_an_estimate_is_close_to_the_dry_run_of_the_family(
@@ -35,6 +34,7 @@ def test_an_estimate_is_close_to_the_dry_run_of_the_family(
     assert found.parameters == pytest.approx(found.dry.parameter_count, rel=1e-3)
 
 
+@pytest.mark.long
 def test_soft_caps_keep_eight_bytes_per_score(tmp_path: Path) -> None:
     """Of 16 heads and 2,048 x 2,048 scores, in each of 6 blocks."""
     none, selective = (

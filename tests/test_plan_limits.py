@@ -85,5 +85,5 @@ def test_the_smallest_cluster_needs_no_number_of_devices(capsys: Said) -> None:
 
 def test_what_has_no_answer_is_said_and_ends_with_3(capsys: Said) -> None:
     endless = ASKED.replace("--seq-len 4096", "--seq-len 16777216")
-    said = plan_json(f"limits cluster {endless} --max-tp 1", capsys, status=3)
+    said = plan_json(f"limits cluster {endless} --fix tp=1,pp=1", capsys, status=3)
     assert said["limits"] == {"cluster": None}

@@ -18,6 +18,7 @@ from parallel3d.config.recipe import (
 )
 from parallel3d.tools.plan.command import main
 from parallel3d.tools.verify.command import Verified, verify
+from tests.distributed.training_cases import long
 from tests.plan_json import error_line
 
 LLAMA = ModelConfig(
@@ -191,7 +192,20 @@ def assert_safe(found: Verified, most_above: float = 0.08) -> None:
     assert -0.03 < found.difference < most_above
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+LONG = {
+    "sharded and recomputed",
+    "keys gathered again by a block that is recomputed",
+    "one pipeline rank in float32",
+    "gathered and reduced for each microbatch",
+    "one stage after the other",
+    "dropout",
+    "attention's dropout",
+    "experts, each replicated, on ranks that route a part of the tokens",
+    "keys repeated for each query head",
+}
+
+
+@pytest.mark.parametrize("case", [long(each) if each in LONG else each for each in LAYOUTS])
 def test_the_memory_model_errs_on_the_safe_side_of_a_dry_run(case: str) -> None:
     found = verify(_recipe(*LAYOUTS[case]), 0)
     assert_safe(found)

@@ -62,7 +62,8 @@ def live(
             act(run)
         run.command.wait(LONGEST_S)
     finally:
-        run.end()
+        left = run.end()
+    assert not left, f"left behind: {left}"
     return run.stderr()
 
 
@@ -73,37 +74,34 @@ def error_of(said: str) -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_each_start_of_a_run_and_its_end_is_recorded(tmp_path: Path) -> None:
-    """A run is done, resumes in another layout until a library aborts rank 1, resumes under
-    torchrun until rank 1 raises an error, and resumes until the launcher is killed."""
-    recipe = small_recipe(tmp_path, DATA, steps=12)
-    live(tmp_path, recipe)
+    """A library aborts rank 1 of a run, which resumes in another layout under torchrun until rank 1
+    raises an error, and resumes until the launcher is killed."""
+    recipe = small_recipe(tmp_path, DATA, steps=200)
+    aborted = live(tmp_path, recipe, act=plant(1, "speak_and_abort"))
     more = replace(
         recipe,
         parallel=TENSOR,
-        train=replace(recipe.train, steps=200),
         checkpoint=replace(recipe.checkpoint, every=200),
     )
-    aborted = live(tmp_path, more, act=plant(1, "speak_and_abort"))
     raised = live(tmp_path, more, torchrun, plant(1, "raise_error"))
+    assert json.loads((tmp_path / "run" / "outcome.json").read_text())["rank"] == 1
     live(tmp_path, more, act=to_launcher(signal.SIGKILL))
 
     run_dir = tmp_path / "run"
-    first, second, third, last = starts(run_dir)
+    first, second, last = starts(run_dir)
     config = tmp_path / "recipe.yaml"
-    assert first["command"] == second["command"] == ["parallel3d-train", str(config)]
-    assert third["command"] == [*torchrun(2), str(config)]
+    assert first["command"] == last["command"] == ["parallel3d-train", str(config)]
+    assert second["command"] == [*torchrun(2), str(config)]
     assert last["recipe"] == yaml.safe_load((run_dir / "config.yaml").read_text())
     assert first["recipe"]["parallel"]["tp"] == 1
-    assert (first["status"], first["exit_status"], first["step"]) == ("done", 0, 0)
-    assert first["saved"] == [10, 12]
-    for failed in (second, third):
-        assert (failed["status"], failed["exit_status"], failed["step"]) == ("failed", 70, 12)
-        assert failed["recipe"]["parallel"]["tp"] == 2
-        assert failed["saved"] == []
+    for failed, step, saved in ((first, 0, [10]), (second, 10, [])):
+        assert (failed["status"], failed["exit_status"], failed["step"]) == ("failed", 70, step)
+        assert failed["saved"] == saved
+    assert second["recipe"]["parallel"]["tp"] == 2
     assert last["status"] is None
     assert last["end"] is None
     times = []
-    for each in (first, second, third):
+    for each in (first, second):
         times += [each["start"], each["end"]]
     assert times == sorted(times)
     assert datetime.fromisoformat(times[0]).utcoffset() is not None
@@ -115,23 +113,18 @@ def test_each_start_of_a_run_and_its_end_is_recorded(tmp_path: Path) -> None:
 
     log = run_dir / "logs" / "rank_00001.log"
     words = log.read_text()
-    assert len(re.findall(r"(?m)^=== \S+ rank 1 \(", words)) == 4
+    assert len(re.findall(r"(?m)^=== \S+ rank 1 \(", words)) == 3
     assert "library.c:7: assertion failed\nFatal Python error: Aborted\n" in words
     assert "speak_and_abort" in words  # the Python stack
     assert "assertion" not in aborted
     assert re.search(r"rank 1 .* was killed by SIGABRT.*; see \S+$", error_of(aborted))
     assert error_of(aborted).endswith(f"; see {log}")
-    assert error_of(aborted) == f"error: {second['reason']}"
+    assert error_of(aborted) == f"error: {first['reason']}"
     assert error_of(raised).endswith("ValueError: a planted fault")
     assert "Traceback" in raised
     said = (run_dir / "log.txt").read_text()
     commands = re.findall(r"(?m)^\S+ started: (\S+)", said)
-    assert commands == [
-        "parallel3d-train",
-        "parallel3d-train",
-        sys.executable,
-        "parallel3d-train",
-    ]
+    assert commands == ["parallel3d-train", sys.executable, "parallel3d-train"]
     errors = re.findall(r"(?m)^\S+ (error: .*)$", said)
     assert errors == [error_of(aborted), error_of(raised)]
     assert "ValueError: a planted fault\n       Traceback" in said

@@ -4,10 +4,10 @@ had been."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from einops import rearrange
 
 from parallel3d.config.recipe import ParallelConfig, Recipe
 from parallel3d.data.loader import Batch
@@ -18,12 +18,12 @@ from tests.distributed.training_cases import (
     DEEP_TIED,
     Curve,
     assert_follows,
+    make_loader,
     make_recipe,
     make_trainer,
     plain_curve,
     save_trainer,
     train,
-    whole_batch,
 )
 
 STEPS = 8  # sequences: 2, 2, 4, 4, 6, 6, 8, 8
@@ -62,14 +62,9 @@ def train_each(layouts: list[ParallelConfig]) -> list[tuple[Curve, int]]:
 
 
 def whole(recipe: Recipe, step: int) -> Batch:
-    """Returns the global batch as a single microbatch."""
-    batch = whole_batch(recipe, step)
-    return Batch(
-        *(
-            rearrange(x, "m b ... -> 1 (m b) ...")
-            for x in (batch.inputs, batch.labels, batch.samples)
-        )
-    )
+    """Returns the global batch as one process has it, in pairs of sequences."""
+    alone = replace(recipe, parallel=ParallelConfig(microbatch_size=2))
+    return make_loader(alone, 0).batch(step)
 
 
 @pytest.mark.parametrize("size", LAYOUTS)

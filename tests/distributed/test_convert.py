@@ -187,6 +187,7 @@ def test_gradients_that_are_added_in_place_are_those_of_autograd(
     world(size).run(add_in_place, kind)
 
 
+@pytest.mark.long
 def test_a_converted_model_may_be_compiled(world: Callable) -> None:
     world(2).run(compile_it)
 

@@ -96,10 +96,10 @@ def run_layout(model: ModelConfig, parallel: ParallelConfig) -> tuple[float, Cur
 LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
     (GROUPED, {"microbatch_size": 4}),
     (GROUPED, {"tp": 2, "microbatch_size": 4, "sequence_parallel": True, "recompute": "selective"}),
-    (GROUPED, {"pp": 2, "microbatch_size": 2, "schedule": "zb_h1", "recompute": "selective"}),
+    (GROUPED, {"pp": 2, "schedule": "zb_h1", "recompute": "selective"}),
     (DEEP, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2, "recompute": "full"}),
-    (DEEP, {"pp": 4, "microbatch_size": 2}),  # whose middle ranks need neither inputs nor labels
-    (GROUPED, {"dp_shard": 2, "microbatch_size": 2, "recompute": "full"}),
+    (DEEP, {"pp": 4}),  # whose middle ranks need neither inputs nor labels
+    (GROUPED, {"dp_shard": 2, "recompute": "full"}),
 ]
 
 

@@ -39,9 +39,9 @@ from parallel3d.tools.check_layout.plain import plain_optimizers
 from parallel3d.training.generation import sampling
 from parallel3d.training.state import load_model, load_trainer
 from tests.distributed.training_cases import (
-    STEPS,
     Curve,
     assert_follows,
+    long,
     losses,
     make_recipe,
     make_trainer,
@@ -51,6 +51,7 @@ from tests.distributed.training_cases import (
 )
 
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)
+STEPS = 8
 _SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -89,7 +90,7 @@ FAMILIES = [
     *["granite", "smollm3", "starcoder2", "stablelm", "cohere", "glm", "falcon", "gpt2"],
     *["gpt_neox", "opt", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"],
 ]
-QUICK = ["llama", "gpt2", "mixtral"]  # the others are long tests
+QUICK = ["llama", "mixtral"]  # the others are long tests
 LAYOUTS: list[dict[str, Any]] = [
     {},
     {"tp": 2},
@@ -210,7 +211,7 @@ def assert_same_in(
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(each, marks=() if each in QUICK else pytest.mark.long) for each in FAMILIES],
+    [each if each in QUICK else long(each) for each in FAMILIES],
 )
 def test_a_family_trains_as_in_plain_torch(world: Callable, family: str, tmp_path: Path) -> None:
     sequence = [{"tp": 2, "pp": 2, "sequence_parallel": True}]
@@ -229,6 +230,7 @@ def test_a_users_model_in_other_layouts(world: Callable, model: ModelConfig) -> 
     assert_same_in(world, model, MORE_LAYOUTS)
 
 
+@pytest.mark.long
 def test_llama_in_other_layouts(world: Callable, tmp_path: Path) -> None:
     selective = {"tp": 2, "recompute": "selective"}
     assert_same_in(world, model_section("llama", tmp_path), [*MORE_LAYOUTS, selective])
@@ -259,13 +261,13 @@ def test_compiled_blocks_train_as_in_plain_torch(world: Callable, tmp_path: Path
     )
 
 
-@pytest.mark.parametrize("into", [{"dp_shard": 4}, {}, {"tp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("into", [{"dp_shard": 4}, {"tp": 2, "pp": 2}], ids=str)
 def test_a_run_resumes_in_another_layout(
     world: Callable, tmp_path: Path, into: dict[str, Any]
 ) -> None:
     model = model_section("gemma2", tmp_path)
-    before = make_recipe(model, ParallelConfig(tp=2, pp=2))
-    after = make_recipe(model, ParallelConfig(**into))
+    before = make_recipe(model, ParallelConfig(tp=2, pp=2, microbatch_size=2))
+    after = make_recipe(model, ParallelConfig(**into, microbatch_size=2))
     saved = world(4).run(curve_and_save, before, tmp_path / "saved")[0]
     resumed = world(after.parallel.world_size).run(resume_curve, after, tmp_path / "saved")[0]
     if before == after:
@@ -319,11 +321,18 @@ def import_and_save(recipe: Recipe, folder: Path, path: Path) -> float:
     return train(trainer, 1)[0][0]
 
 
-# GPT-NeoX renames a tensor in files. The last four stack the experts of the files in memory.
-IMPORTED = ["llama", "gpt2", "gemma2", "gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]
+# GPT-NeoX renames a tensor in files. The mixtures stack the experts of the files in memory.
+IMPORTED = ["gpt2", "gpt_neox", "qwen2_moe"]
+MORE_IMPORTED = [
+    "llama",
+    "gemma2",
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+]
 
 
-@pytest.mark.parametrize("family", IMPORTED)
+@pytest.mark.parametrize("family", [*IMPORTED, *map(long, MORE_IMPORTED)])
 def test_imported_weights_are_exported_bitwise(
     world: Callable, tmp_path: Path, family: str
 ) -> None:

@@ -22,6 +22,7 @@ from parallel3d.pipeline.runtime import PipelineRuntime
 from parallel3d.pipeline.split_model import split_model
 from parallel3d.schedules.build import build_schedule
 from tests.distributed.layer_cases import tp_mesh
+from tests.distributed.training_cases import long
 
 # it imports what all of transformers' models import
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)
@@ -185,11 +186,29 @@ def differences(
     return difference, gradient_difference(split, alone)
 
 
+# the others are long tests
+QUICK = {
+    "llama",
+    "qwen2, tied",
+    "gemma3_text",
+    "cohere",
+    "phi3, fewer heads of keys",
+    "qwen3_moe",
+    "gpt2",
+    "gptj",
+    "gpt_neox",
+    "opt",
+    "falcon, one head of keys",
+    "falcon, groups",
+}
 # heads that ranks share, experts
 SIZES = [(2, name) for name in MODELS] + [(4, "phi3, fewer heads of keys"), (4, "qwen3_moe")]
 
 
-@pytest.mark.parametrize("size, name", SIZES)
+@pytest.mark.parametrize(
+    "size, name",
+    [each if each[1] in QUICK else long(pytest.param(*each)) for each in SIZES],
+)
 def test_the_split_model_is_the_whole_one(
     world: Callable,
     size: int,
@@ -199,7 +218,10 @@ def test_the_split_model_is_the_whole_one(
         assert max(output, gradient) < MODELS[name].tolerance, (output, gradient)
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if family(name) in SEQUENCE_FAMILIES])
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else long(name) for name in MODELS if family(name) in SEQUENCE_FAMILIES],
+)
 def test_it_is_the_whole_one_with_sequence_parallelism_too(world: Callable, name: str) -> None:
     # Norms of Gemma and Cohere scale in float32: each rank gives a part of their gradient.
     in_float32 = name.startswith(("gemma", "cohere"))

@@ -135,6 +135,7 @@ def test_resuming_between_synchronisations_is_bitwise_or_in_another_layout_alike
     assert losses(curve) == pytest.approx(losses(uninterrupted[HALF:]), rel=1e-5)
 
 
+@pytest.mark.long
 def test_any_number_of_replicas_starts_from_the_outer_parameters(
     world: Callable, tmp_path: Path
 ) -> None:

@@ -25,10 +25,10 @@ from tests.distributed.training_cases import (
     assert_follows,
     make_recipe,
     make_trainer,
+    one_case,
     own_batch,
     plain_curve,
     train,
-    two_sequence_case,
 )
 
 
@@ -79,7 +79,7 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
     ),
     (MANY_HEADS, {"tp": 8, "microbatch_size": 8, "sequence_parallel": True}),
 ]
-CASES = [two_sequence_case(*each) for each in LAYOUTS]
+CASES = [one_case(*each) for each in LAYOUTS]
 
 
 @pytest.mark.parametrize("model, parallel", CASES)

@@ -80,7 +80,7 @@ def exact(world: Callable) -> Curve:
     "precision, close",
     [
         ("bf16", 4e-3),
-        ("bf16_pure", 4e-3),
+        pytest.param("bf16_pure", 4e-3, marks=pytest.mark.long),
         ("fp16", 4e-4),
     ],
 )

@@ -24,6 +24,7 @@ from tests.distributed.training_cases import (
     TIED,
     Curve,
     assert_follows,
+    long,
     losses,
     make_loader,
     make_recipe,
@@ -156,28 +157,30 @@ def _summed(parts: Iterable[HeldBytes | SentBytes]) -> Any:
 
 EACH = {"gather": "microbatch", "reduce": "microbatch"}
 TWO = {"dp_shard": 2}
+FOUR = {"dp_shard": 4, "microbatch_size": 1}
 TP = {**TWO, "tp": 2}
 PP = {**TWO, "pp": 2}
-HYBRID = {**TWO, "dp_replicate": 2}
+HYBRID = {**TWO, "dp_replicate": 2, "microbatch_size": 1}
 V_SHAPED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
 LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
     (UNEVEN, {**TWO, "sharding": "SHARD_OPTIMIZER", "recompute": "full", "bucket_mib": 0.01}),
-    (GROUPED, {**TWO, "sharding": "FULL_SHARD", "microbatch_size": 2, "prefetch": 2, **EACH}),
-    (UNEVEN, {**TWO, "sharding": "FULL_SHARD", "microbatch_size": 4}),
-    (UNEVEN, {"dp_shard": 4, "zero_stage": 2, "gather": "microbatch"}),
-    (UNEVEN, {"dp_shard": 4, "sharding": "FULL_SHARD", "gather": "step", "reduce": "microbatch"}),
+    (GROUPED, {**TWO, "sharding": "FULL_SHARD", "prefetch": 2, **EACH}),
+    (UNEVEN, {**FOUR, "zero_stage": 2, "gather": "microbatch"}),
     (TIED, {**HYBRID, "sharding": "NO_SHARD", "bucket_mib": 0.02}),
-    (UNEVEN, {**HYBRID, "sharding": "SHARD_OPTIMIZER"}),
-    (UNEVEN, {**HYBRID, "sharding": "_HYBRID_SHARD_ZERO2", **EACH}),
     (UNEVEN, {**TP, "sharding": "SHARD_OPTIMIZER", "sequence_parallel": True}),
-    (GROUPED, {**TP, "sharding": "FULL_SHARD", "microbatch_size": 2, "offload": True, **EACH}),
-    (DEEP_TIED, {**PP, "sharding": "NO_SHARD", **V_SHAPED}),
     (TIED, {**PP, "sharding": "SHARD_OPTIMIZER", "schedule": "zb_h1", "bucket_mib": 0.01}),
-    (GROUPED, {**PP, "sharding": "SHARD_GRAD_OP", "gather": "microbatch"}),
     (TIED, {**PP, "sharding": "FULL_SHARD", "offload": True, **EACH}),
     (TIED, {**TP, **PP, "sharding": "NO_SHARD", "sequence_parallel": True, "bucket_mib": 0.01}),
+    (UNEVEN, {**TWO, "sharding": "FULL_SHARD", "microbatch_size": 4}),
+    (UNEVEN, {**FOUR, "sharding": "FULL_SHARD", "gather": "step", "reduce": "microbatch"}),
+    (UNEVEN, {**HYBRID, "sharding": "SHARD_OPTIMIZER"}),
+    (UNEVEN, {**HYBRID, "sharding": "_HYBRID_SHARD_ZERO2", **EACH}),
+    (GROUPED, {**TP, "sharding": "FULL_SHARD", "offload": True, **EACH}),
+    (DEEP_TIED, {**PP, "sharding": "NO_SHARD", **V_SHAPED}),
+    (GROUPED, {**PP, "sharding": "SHARD_GRAD_OP", "gather": "microbatch"}),
 ]
-CASES = [one_case(model, settings) for model, settings in LAYOUTS]
+CASES = [one_case(*each) for each in LAYOUTS]
+CASES[8:] = map(long, CASES[8:])
 
 
 @pytest.mark.parametrize("model, parallel", CASES)

@@ -179,8 +179,14 @@ def rolled_back_and_without(recipe: Recipe, folder: Path) -> tuple[Ended, Ended]
 
 LAYOUTS = [
     (ONE, {}),
-    (ParallelConfig(dp_shard=2), {"checkpoint": CheckpointConfig(every=6, in_background=True)}),
-    (ParallelConfig(dp_replicate=2), {"local_sgd": LocalSgdConfig(sync_every=4)}),
+    (
+        ParallelConfig(dp_shard=2, microbatch_size=4),
+        {"checkpoint": CheckpointConfig(every=6, in_background=True)},
+    ),
+    (
+        ParallelConfig(dp_replicate=2, microbatch_size=2),
+        {"local_sgd": LocalSgdConfig(sync_every=4)},
+    ),
 ]
 
 

@@ -215,8 +215,8 @@ def overflow_on(trainer: Trainer, steps: set[int], rank: int) -> None:
 
 
 def whole_batch(recipe: Recipe, step: int) -> Batch:
-    """Returns the global batch as one process has it, each microbatch a single sequence."""
-    alone = replace(recipe, parallel=ParallelConfig())
+    """Returns the global batch as one process has it, in one microbatch."""
+    alone = replace(recipe, parallel=ParallelConfig(microbatch_size=recipe.train.global_batch_size))
     return make_loader(alone, 0).batch(step)
 
 
@@ -278,19 +278,16 @@ def assert_follows(
 
 
 def one_case(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet:
-    """Returns pytest's case (model, parallel) of a layout, with the layout's name."""
-    parallel = ParallelConfig(**settings)  # type: ignore[arg-type]
+    """Returns pytest's case (model, parallel) of a layout, with the layout's name. A microbatch has
+    two sequences, unless the layout sets another number: with one it would take twice the time."""
+    parallel = ParallelConfig(**{"microbatch_size": 2, **settings})  # type: ignore[arg-type]
     return pytest.param(model, parallel, id=label(parallel, model))
 
 
-def two_sequence_case(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet:
-    """Returns a case with two sequences in a microbatch, unless the layout sets another number.
-    With one sequence it would take twice the time."""
-    return one_case(model, {"microbatch_size": 2, **settings})
-
-
-def long(case: ParameterSet) -> ParameterSet:
+def long(case: ParameterSet | str) -> ParameterSet:
     """Returns the case as one that `make test` leaves to `make test-long`."""
+    if isinstance(case, str):
+        case = pytest.param(case)
     return pytest.param(*case.values, id=case.id, marks=pytest.mark.long)
 
 
