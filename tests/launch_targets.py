@@ -17,12 +17,19 @@ from parallel3d.config.recipe import ModelConfig, ParallelConfig, Recipe, TrainC
 from parallel3d.errors import ConfigError, NonFiniteError
 from parallel3d.launch import local
 from parallel3d.launch.rendezvous import Rendezvous
+from parallel3d.watch import heartbeat
 
 
 def tells_its_environment(recipe: Recipe, rendezvous: Rendezvous) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS")
     told = {name: os.environ[name] for name in names} | {"init_method": rendezvous.init_method}
     (_folder(recipe) / f"rank{rendezvous.rank}.json").write_text(json.dumps(told))
+
+
+def beats_without_a_pause(recipe: Recipe, rendezvous: Rendezvous) -> None:
+    heartbeat.BEAT_S = 0.0
+    (_folder(recipe) / "store").write_text(rendezvous.init_method)
+    sleeps(recipe, rendezvous)
 
 
 def raises_on_rank_2(recipe: Recipe, rendezvous: Rendezvous) -> None:

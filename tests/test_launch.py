@@ -155,12 +155,15 @@ def test_a_stopped_launcher_takes_its_workers_down(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_no_worker_outlives_a_killed_launcher_not_even_a_stopped_one(tmp_path: Path) -> None:
-    launcher = start("sleeps", tmp_path)
+    launcher = start("beats_without_a_pause", tmp_path)
     pids = signed_in(tmp_path, 3)
+    store = Path((tmp_path / "store").read_text().removeprefix("file://"))
+    time.sleep(1)  # the first beat comes after half a second
     os.kill(pids[1], signal.SIGSTOP)
     launcher.kill()
     launcher.communicate(timeout=20)
     all_end(pids)
+    assert not store.parent.exists()
 
 
 def start(target: str, folder: Path) -> subprocess.Popen[str]:

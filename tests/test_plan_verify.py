@@ -150,13 +150,7 @@ LAYOUTS = {
         4,
     ),
     "dropout": (
-        replace(GPT, dropout=0.1),
-        ParallelConfig(dp_shard=8, tp=2),
-        "bf16",
-        2,
-    ),
-    "attention's dropout": (
-        replace(GPT, attention_dropout=0.1),
+        replace(GPT, dropout=0.1, attention_dropout=0.1),
         ParallelConfig(dp_shard=8, tp=8, recompute="selective"),
         "bf16",
         2,
@@ -199,7 +193,6 @@ LONG = {
     "gathered and reduced for each microbatch",
     "one stage after the other",
     "dropout",
-    "attention's dropout",
     "experts, each replicated, on ranks that route a part of the tokens",
     "keys repeated for each query head",
 }

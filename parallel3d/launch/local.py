@@ -307,7 +307,8 @@ def _die_with_the_launcher(folder: Path) -> None:
 
     def follow() -> None:
         launcher.join()
-        shutil.rmtree(folder, ignore_errors=True)
+        for _ in range(100):  # A worker may write its heartbeat into the folder meanwhile.
+            shutil.rmtree(folder, ignore_errors=True)
         # The folder that contains the socket of the fork server.
         shutil.rmtree(get_temp_dir(), ignore_errors=True)
         if os.getppid() == fork_server:

@@ -109,14 +109,6 @@ LONG: list[tuple[ModelConfig, dict[str, Any]]] = [
         },
     ),
     (
-        GROUPED,
-        {
-            "cp": 2,
-            "dp_shard": 2,
-            "sharding": "SHARD_OPTIMIZER",
-        },
-    ),
-    (
         TIED,
         {
             "cp": 2,
