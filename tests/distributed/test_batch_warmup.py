@@ -4,13 +4,11 @@ had been."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from parallel3d.config.recipe import ParallelConfig, Recipe
-from parallel3d.data.loader import Batch
 from parallel3d.errors import CheckpointError
 from parallel3d.schedules.build import build_schedule
 from parallel3d.training.state import load_trainer
@@ -18,7 +16,6 @@ from tests.distributed.training_cases import (
     DEEP_TIED,
     Curve,
     assert_follows,
-    make_loader,
     make_recipe,
     make_trainer,
     plain_curve,
@@ -61,17 +58,11 @@ def train_each(layouts: list[ParallelConfig]) -> list[tuple[Curve, int]]:
     return found
 
 
-def whole(recipe: Recipe, step: int) -> Batch:
-    """Returns the global batch as one process has it, in pairs of sequences."""
-    alone = replace(recipe, parallel=ParallelConfig(microbatch_size=2))
-    return make_loader(alone, 0).batch(step)
-
-
 @pytest.mark.parametrize("size", LAYOUTS)
 def test_every_layout_trains_through_the_rise_as_plain_torch_does(
     world: Callable, size: int
 ) -> None:
-    expected = plain_curve(ramp_recipe(ParallelConfig()), STEPS, whole)
+    expected = plain_curve(ramp_recipe(ParallelConfig()), STEPS)
     for curve, tokens in world(size).run(train_each, LAYOUTS[size])[0]:
         assert_follows(curve, expected)
         assert tokens == 24 * (2 + 2 + 4 + 4 + 6 + 6 + 8 + 8)

@@ -312,12 +312,7 @@ LAYOUTS = [
     ),
     # Dropout's masks too are those of one process.
     ("quickstart", {**SEQUENCE, "recompute": "every_n", "recompute_every": 2, "model": GPT}),
-    long(
-        pytest.param(
-            "quickstart",
-            {"pp": 2, "tied": True},
-        )
-    ),
+    long(pytest.param("quickstart", {"pp": 2, "tied": True})),
 ]
 
 

@@ -215,8 +215,8 @@ def overflow_on(trainer: Trainer, steps: set[int], rank: int) -> None:
 
 
 def whole_batch(recipe: Recipe, step: int) -> Batch:
-    """Returns the global batch as one process has it, in one microbatch."""
-    alone = replace(recipe, parallel=ParallelConfig(microbatch_size=recipe.train.global_batch_size))
+    """Returns the global batch as one process has it, with two sequences in each microbatch."""
+    alone = replace(recipe, parallel=ParallelConfig(microbatch_size=2))
     return make_loader(alone, 0).batch(step)
 
 
