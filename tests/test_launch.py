@@ -159,7 +159,7 @@ def test_no_worker_outlives_a_killed_launcher_not_even_a_stopped_one(tmp_path: P
     pids = signed_in(tmp_path, 3)
     store = Path((tmp_path / "store").read_text().removeprefix("file://"))
     time.sleep(1)  # the first beat comes after half a second
-    os.kill(pids[1], signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGSTOP)  # it cannot run its own thread: the kernel has to kill it
     launcher.kill()
     launcher.communicate(timeout=20)
     all_end(pids)

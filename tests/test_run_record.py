@@ -74,8 +74,8 @@ def error_of(said: str) -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_each_start_of_a_run_and_its_end_is_recorded(tmp_path: Path) -> None:
-    """A library aborts rank 1 of a run, which resumes in another layout under torchrun until rank 1
-    raises an error, and resumes until the launcher is killed."""
+    """The first start ends when a library aborts rank 1, the second, under torchrun in another
+    layout, when rank 1 raises an error, and the third when the launcher is killed."""
     recipe = small_recipe(tmp_path, DATA, steps=200)
     aborted = live(tmp_path, recipe, act=plant(1, "speak_and_abort"))
     more = replace(

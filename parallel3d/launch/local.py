@@ -295,11 +295,11 @@ def _run_worker(
 
 
 def _die_with_the_launcher(folder: Path) -> None:
-    """Starts a thread that waits for the end of the launcher, removes its temporary folders, and
-    kills the fork server and this worker.
+    """Ensures that this worker does not outlive the launcher.
 
-    On Linux the kernel kills all workers, even stopped ones, when the fork server, their parent,
-    ends."""
+    Starts a thread that waits until the launcher ends, removes the launcher's temporary folders,
+    and kills the fork server and this worker. A stopped worker cannot run this thread. On Linux the
+    kernel kills it when its parent, the fork server, ends."""
     die_with_the_parent()
     launcher = multiprocessing.parent_process()
     fork_server = os.getppid()
@@ -307,7 +307,7 @@ def _die_with_the_launcher(folder: Path) -> None:
 
     def follow() -> None:
         launcher.join()
-        for _ in range(100):  # A worker may write its heartbeat into the folder meanwhile.
+        for _ in range(100):  # Each heartbeat that is written meanwhile stops one removal.
             shutil.rmtree(folder, ignore_errors=True)
         # The folder that contains the socket of the fork server.
         shutil.rmtree(get_temp_dir(), ignore_errors=True)

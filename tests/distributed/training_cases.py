@@ -247,7 +247,7 @@ def plain_curve(
 ) -> Curve:
     """Returns the curve of plain torch in one process, whatever the recipe's layout.
 
-    Each recipe is trained once in a session: who asks for more steps continues the same run.
+    Each recipe is trained once in a session: a call that asks for more steps continues that run.
     """
     recipe = replace(recipe, parallel=ParallelConfig())
     stack, curve = _plain_run(recipe, batch_of)
@@ -278,14 +278,14 @@ def assert_follows(
 
 
 def one_case(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet:
-    """Returns pytest's case (model, parallel) of a layout, with the layout's name. A microbatch has
-    two sequences, unless the layout sets another number: with one it would take twice the time."""
+    """Returns the pytest case (model, parallel) of a layout, named after the layout. A microbatch
+    has two sequences unless the layout sets another number. One sequence would double the time."""
     parallel = ParallelConfig(**{"microbatch_size": 2, **settings})  # type: ignore[arg-type]
     return pytest.param(model, parallel, id=label(parallel, model))
 
 
 def long(case: ParameterSet | str) -> ParameterSet:
-    """Returns the case as one that `make test` leaves to `make test-long`."""
+    """Returns the case, marked to run in `make test-long` but not in `make test`."""
     if isinstance(case, str):
         case = pytest.param(case)
     return pytest.param(*case.values, id=case.id, marks=pytest.mark.long)
