@@ -44,6 +44,7 @@ from parallel3d.schedules.schedule import Action, Kind
 from parallel3d.timeline.recorder import Recorder
 from parallel3d.tools.verify.fakes import (
     READ_A_VALUE,
+    READ_THE_DEVICE,
     FakeTensor,
     FakeTensorMode,
     FSDPParam,
@@ -98,6 +99,8 @@ class ShapesOnly(FakeTensorMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READ_THE_DEVICE:
+            return args[0].fake_device
         # torch.tensor(1.0) dispatches lift_fresh on a real tensor. Its result must become a fake
         # tensor.
         if FakeTensor not in types and func is not torch.ops.aten.lift_fresh.default:

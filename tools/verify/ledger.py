@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from parallel3d.tools.verify.fakes import storage_id
+from parallel3d.tools.verify.fakes import READ_THE_DEVICE, storage_id
 from parallel3d.torch_private import TorchDispatchMode, local_of, tree_iter
 
 # Purpose of a storage, or the phase that allocated it. "gathered": unsharded parameters. "host": in
@@ -124,6 +124,8 @@ class Ledger(TorchDispatchMode):
         self._patch.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READ_THE_DEVICE:
+            return args[0].fake_device
         # Operators inside a DTensor operator are intentionally not seen. On first use, DTensor runs
         # an operator at its global shape to learn the shape of the result.
         result = func(*args, **(kwargs or {}))
@@ -138,12 +140,10 @@ class Ledger(TorchDispatchMode):
     def _see(self, tensor: Tensor) -> None:
         if isinstance(tensor, DTensor):
             tensor = local_of(tensor)
-        if tensor.is_meta:
-            return  # It has no memory in a real run either.
         storage = tensor.untyped_storage()
         key = storage_id(storage)
-        if key in self._pieces:
-            return
+        if key in self._pieces or tensor.is_meta:
+            return  # A meta tensor has no memory in a real run either.
         watch = weakref.ref(storage, lambda _: self._grow(self._pieces.pop(key), 0))
         self._pieces[key] = _Piece(0, self._phase, self._action, watch)
         self._grow(self._pieces[key], storage.nbytes())
