@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -43,6 +45,13 @@ class PlainLoader(yaml.SafeLoader):
                 problem_mark=mark,
             )
         return super().compose_node(parent, index)
+
+
+@cache
+def load_plain(text: str) -> Any:
+    """Returns the tree of a plain YAML text, such as that of a hardware file, which many published
+    cases name. All calls share it, so do not change it."""
+    return yaml.load(text, PlainLoader)
 
 
 class _Dumper(yaml.SafeDumper):

@@ -14,7 +14,7 @@ import yaml
 from parallel3d.config.ranges import in_range
 from parallel3d.config.recipe import Count, NonNegative, Positive
 from parallel3d.config.schema import adapter, read
-from parallel3d.config.yaml_text import PlainLoader, read_short, shown
+from parallel3d.config.yaml_text import load_plain, read_short, shown
 from parallel3d.errors import ConfigError
 from parallel3d.planner.hardware.calibration import Calibration
 from parallel3d.planner.hardware.units import GIB
@@ -270,7 +270,7 @@ def _load(path: Path) -> dict[str, Any]:
     where = f"hardware {path}"
     try:
         text = read_short(path, "a hardware file has a few kB", _LARGEST_BYTES).decode()
-        tree = yaml.load(text, PlainLoader)
+        tree = load_plain(text)
     except yaml.MarkedYAMLError as problem:
         line = "" if problem.problem_mark is None else f":{problem.problem_mark.line + 1}"
         raise ConfigError(f"{where}{line}: not valid YAML: {problem.problem}") from problem
@@ -279,7 +279,7 @@ def _load(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{where}: cannot be read ({said})") from problem
     if not isinstance(tree, dict):
         raise ConfigError(f"{where}: must have the sections device, node and network")
-    return tree
+    return {**tree}
 
 
 def cluster_from_tree(tree: Mapping[str, Any], path: str) -> Cluster:
