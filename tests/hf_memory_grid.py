@@ -21,7 +21,7 @@ MOST_BELOW = 0.03
 MOST_ABOVE = 0.10
 SIZES = {
     "hidden_size": 2048,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 16,
     "vocab_size": 32000,
     "max_position_embeddings": 8192,
@@ -40,7 +40,7 @@ EXPERTS = {
 }
 GPT2 = {
     "n_embd": 2048,
-    "n_layer": 6,
+    "n_layer": 4,
     "n_head": 16,
     "n_positions": 8192,
     "bos_token_id": 0,

@@ -22,8 +22,8 @@ TP = ParallelConfig(tp=2)
         ("gpt2", replace(TP, recompute="selective"), "bf16"),
         ("falcon", ParallelConfig(dp_shard=4), "bf16"),
         ("mixtral", replace(TP, dp_shard=8), "bf16"),
-        long(pytest.param("phi3", replace(TP, dp_shard=8), "bf16")),
-        long(pytest.param("starcoder2", ParallelConfig(pp=2), "fp32")),
+        long("phi3", replace(TP, dp_shard=8), "bf16"),
+        long("starcoder2", ParallelConfig(pp=2), "fp32"),
     ],
 )
 def test_an_estimate_is_close_to_the_dry_run_of_the_family(
@@ -36,14 +36,14 @@ def test_an_estimate_is_close_to_the_dry_run_of_the_family(
 
 @pytest.mark.long
 def test_soft_caps_keep_eight_bytes_per_score(tmp_path: Path) -> None:
-    """Of 16 heads and 2,048 x 2,048 scores, in each of 6 blocks."""
+    """Of 16 heads and 2,048 x 2,048 scores, in each of 4 blocks."""
     none, selective = (
         compared(model_section("gemma2", tmp_path), ParallelConfig(recompute=how), seq_len=2048)
         for how in ("none", "selective")
     )
     scores = 16 * 2048 * 2048 * 8
-    assert none.dry.peak.total - selective.dry.peak.total > 4 * scores
-    assert none.model.activations - selective.model.activations > 6 * scores
+    assert none.dry.peak.total - selective.dry.peak.total > 2 * scores
+    assert none.model.activations - selective.model.activations > 4 * scores
 
 
 @pytest.mark.parametrize("window", [1024, 8192])

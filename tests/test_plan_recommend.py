@@ -19,8 +19,6 @@ TOO_LARGE = "--model llama3-70b --gpu h100 --gpus 8 --seq-len 8192 --global-batc
 REPORTS = (
     "--model llama3-70b --gpu h100 --gpus 124 --seq-len 8192 --global-batch 512 --tokens 2T "
     "--price 2.5 --why tp=8,pp=2",
-    "--model deepseek-v3 --framework megatron-core --gpu h800 --gpus 256 --seq-len 4096 "
-    "--global-batch 1024 --tokens 14T",
     "--model gpt2-large --gpu a100 --gpus 16 --seq-len 1024 --global-batch 256 --fix tp=4",
     f"{TOO_LARGE} --tokens 15T",
     "--model quickstart --gpu cpu --why pp=2,tp=2",

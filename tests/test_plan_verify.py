@@ -22,7 +22,7 @@ from tests.distributed.training_cases import long
 from tests.plan_json import error_line
 
 LLAMA = ModelConfig(
-    layers=6,
+    layers=4,
     hidden=4096,
     heads=32,
     kv_heads=8,
@@ -141,7 +141,7 @@ LAYOUTS = {
         3,
     ),
     "one pipeline rank in float32": (GPT, ParallelConfig(dp_shard=8, tp=2), "fp32", 1),
-    "gathered and reduced for each microbatch": (replace(LLAMA, layers=12), EACH, "bf16", 3),
+    "gathered and reduced for each microbatch": (replace(LLAMA, layers=8), EACH, "bf16", 3),
     "on one GPU, parameters on the CPU": (GPT, ParallelConfig(offload=True), "bf16", 2),
     "one stage after the other": (
         LLAMA,
@@ -290,7 +290,7 @@ def test_precisions_and_optimizers_are_priced(
     assert kinds["optimizer"][0] == pytest.approx(kinds["optimizer"][1], rel=1e-3, abs=1e3)
 
 
-SMALL = replace(
+NARROW = replace(
     LLAMA,
     layers=3,
     hidden=1024,
@@ -299,7 +299,7 @@ SMALL = replace(
     ffn_hidden=4096,
     vocab=2003,
 )
-# numbers of SMALL's blocks that Muon steps
+# numbers of NARROW's blocks that Muon steps
 MATRICES = 3 * (2 * 1024 * 1024 + 2 * 256 * 1024 + 3 * 4096 * 1024)
 
 
@@ -320,7 +320,7 @@ MATRICES = 3 * (2 * 1024 * 1024 + 2 * 256 * 1024 + 3 * 4096 * 1024)
 def test_muon_has_one_momentum_and_gathers_whole_matrices(
     parallel: ParallelConfig, optimizer: OptimizerConfig
 ) -> None:
-    recipe = _recipe(SMALL, parallel, "bf16", 1)
+    recipe = _recipe(NARROW, parallel, "bf16", 1)
     train = replace(recipe.train, seq_len=64, global_batch_size=parallel.dp)
     found = verify(replace(recipe, optimizer=optimizer, train=train), 0)
     assert_safe(found)

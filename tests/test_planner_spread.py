@@ -17,6 +17,7 @@ import pytest
 from parallel3d.planner.hardware.framework import FRAMEWORKS
 from parallel3d.planner.model.planned_run import PlannedRun
 from parallel3d.planner.model.uncertainty import FIGURES, ErrorModel, error_model_of, safe_share
+from parallel3d.planner.published.cases import CaseFile
 from parallel3d.planner.published.score import Score, score, without_own_sources
 from parallel3d.planner.search import request
 from parallel3d.planner.search.best_layouts import search
@@ -32,8 +33,12 @@ Said = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(scope="module")
-def blind() -> Score:
-    file = plan_score.read_all(CASES, [HARDWARE])
+def file() -> CaseFile:
+    return plan_score.read_all(CASES, [HARDWARE])
+
+
+@pytest.fixture(scope="module")
+def blind(file: CaseFile) -> Score:
     return plan_score.with_ranges(without_own_sources(file, score(file)))
 
 
@@ -57,11 +62,11 @@ def test_ranges_hold_the_truth_in_eight_cases_of_ten(blind: Score) -> None:
             assert 75 <= covered <= 85
 
 
-def test_pairs_of_layouts_are_ordered_as_they_were_measured(blind: Score) -> None:
+def test_pairs_of_layouts_are_ordered_as_they_were_measured(file: CaseFile, blind: Score) -> None:
     """Of one model on one cluster, with speeds that differ by more than 5%; and the layout that is
     predicted to be the fastest is nearly so."""
     groups: dict[object, list[tuple[float, float]]] = defaultdict(list)
-    cases = {case.id: case for case in plan_score.read_all(CASES, [HARDWARE]).cases}
+    cases = {case.id: case for case in file.cases}
     for one in blind.cases:
         if "throughput" in one.errors_pct:
             run = cases[one.id].run

@@ -22,6 +22,7 @@ from parallel3d.planner.search.space import (
 from parallel3d.planner.search.tp_pp_search import TpPpSearch
 from parallel3d.planner.time.step import CostCache, least_step_s, step_cost
 from parallel3d.schedules.registry import ScheduleName
+from tests.distributed.training_cases import long
 from tests.planned_runs import plan_request
 
 MODEL = ModelConfig(
@@ -69,8 +70,15 @@ def every(asked: PlanRequest, family: ParallelConfig) -> Iterator[ParallelConfig
                 yield from (kind.of(each) for kind in recompute_choices(asked, family.pp))
 
 
-@pytest.mark.parametrize("seq_len, model", [(8192, MODEL), (2048, MIXTURE)])
-@pytest.mark.parametrize("schedules", [(), ("zb_h1", "zb_v", "looped_bfs")])
+@pytest.mark.parametrize(
+    "schedules, seq_len, model",
+    [
+        ((), 8192, MODEL),
+        (("zb_h1", "zb_v", "looped_bfs"), 2048, MIXTURE),
+        long((), 2048, MIXTURE),
+        long(("zb_h1", "zb_v", "looped_bfs"), 8192, MODEL),
+    ],
+)
 def test_the_bounds_are_below_what_they_bound(
     schedules: tuple[ScheduleName, ...], seq_len: int, model: ModelConfig
 ) -> None:
@@ -91,7 +99,12 @@ def test_the_bounds_are_below_what_they_bound(
 
 @pytest.mark.parametrize(
     "memory_fraction, seq_len, model",
-    [(0.9, 2048, MODEL), (0.2, 2048, MODEL), (0.4, 8192, MODEL), (0.25, 2048, MIXTURE)],
+    [
+        (0.2, 2048, MODEL),
+        (0.25, 2048, MIXTURE),
+        long(0.9, 2048, MODEL),
+        long(0.4, 8192, MODEL),
+    ],
 )
 def test_a_tp_pp_search_tells_what_fits_from_the_fastest_on(
     memory_fraction: float, seq_len: int, model: ModelConfig

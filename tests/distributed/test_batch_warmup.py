@@ -39,7 +39,7 @@ LAYOUTS = {
         ParallelConfig(
             pp=2,
             schedule="interleaved_1f1b",
-            virtual_stages=3,
+            virtual_stages=2,
         ),
         ParallelConfig(pp=2, schedule="zb_h1"),
     ],
@@ -93,7 +93,7 @@ def test_a_run_goes_on_in_the_middle_of_the_rise_to_the_bit(
     layout = ParallelConfig(
         pp=2,
         schedule="interleaved_1f1b",
-        virtual_stages=3,
+        virtual_stages=2,
     )
     straight, resumed, refusal = world(2).run(stop_and_go_on, layout, tmp_path / "step_00000003")[0]
     assert resumed == straight

@@ -297,7 +297,6 @@ MIXTURE = {
 
 LAYOUTS = [
     ("quickstart", {**SEQUENCE, "tied": True}),
-    ("quickstart", {"cp": 2, **SEQUENCE}),
     ("quickstart", {**SEQUENCE, "dp_shard": 2, "ep": 4, "model": MIXTURE}),
     # The others' models are one of two when they are shrunk.
     ("gpt2-124m", {"tp": 2, "pp": 2}),
@@ -312,7 +311,7 @@ LAYOUTS = [
     ),
     # Dropout's masks too are those of one process.
     ("quickstart", {**SEQUENCE, "recompute": "every_n", "recompute_every": 2, "model": GPT}),
-    long(pytest.param("quickstart", {"pp": 2, "tied": True})),
+    long("quickstart", {"pp": 2, "tied": True}),
 ]
 
 

@@ -35,19 +35,12 @@ from tests.distributed.training_cases import (
     whole_batch,
 )
 
-STEPS = 8
+STEPS = 5
 MULTI_QUERY = replace(GROUPED, kv_heads=1)
 SP2 = {"tp": 2, "sequence_parallel": True}
 INTERLEAVED = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
 
 LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
-    (
-        GROUPED,
-        {
-            "cp": 2,
-            "microbatch_size": 1,
-        },
-    ),
     (
         TIED,
         {
@@ -67,14 +60,6 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
         GROUPED,
         {
             "cp": 2,
-            "pp": 2,
-            "schedule": "zb_h1",
-        },
-    ),
-    (
-        GROUPED,
-        {
-            "cp": 2,
             "dp_shard": 2,
             "sharding": "NO_SHARD",
         },
@@ -85,12 +70,14 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
             "cp": 2,
             **SP2,
             "pp": 2,
+            "schedule": "zb_h1",
             "recompute": "every_n",
             "recompute_every": 2,
         },
     ),
 ]
 LONG: list[tuple[ModelConfig, dict[str, Any]]] = [
+    (GROUPED, {"cp": 2, "microbatch_size": 1}),
     (
         DEEP_TIED,
         {
@@ -180,8 +167,8 @@ def test_labels_of_only_one_half_count_alike(world: Callable) -> None:
 
 MASKED = DataConfig(documents="mask")
 SPECIAL = [
-    special(QWEN),  # a window, and positions by yarn
-    special(QWEN, SP2, data=MASKED),
+    special(QWEN, SP2, data=MASKED),  # a window, and positions by yarn
+    long(special(QWEN)),
     long(special(GROUPED, {"recompute": "full"}, data=MASKED)),
     long(special(GPT, SP2, data=MASKED)),
     special(DROPPED),

@@ -229,7 +229,7 @@ def test_a_converted_model_learns_by_the_program_of_the_guide(
     path = tmp_path / "own_llama.py"
     path.write_text(program(path.name))
     first, other = (losses_of(each) for each in world(2).run(run_program, path))
-    assert first[-1] < 0.7 * first[0]
+    assert first[-1] < 0.9 * first[0]
     assert other == []
 
 

@@ -175,29 +175,30 @@ def changed(
     return y.view_as(logits) if y.ndim < logits.ndim else y
 
 
+V_SHAPED = {"schedule": "zb_v", "virtual_stages": 2}
 CASES: dict[int, list[Case]] = {
     1: [
         ("capped", replace(TIED, vocab=130), ParallelConfig(microbatch_size=4), CHUNK),
-        ("in place", GROUPED, ParallelConfig(), CHUNK),
-        ("read", GROUPED, ParallelConfig(recompute="full"), CHUNK),
-        ("flat", GROUPED, ParallelConfig(), CHUNK),
+        ("in place", GROUPED, ParallelConfig(microbatch_size=4), CHUNK),
+        ("read", GROUPED, ParallelConfig(recompute="full", microbatch_size=4), CHUNK),
+        ("flat", GROUPED, ParallelConfig(microbatch_size=4), CHUNK),
         ("transposed", GROUPED, ParallelConfig(microbatch_size=4), CHUNK),
     ],
     2: [
         (
             "capped",
             replace(GROUPED, vocab=129),
-            ParallelConfig(tp=2, sequence_parallel=True),
+            ParallelConfig(tp=2, sequence_parallel=True, microbatch_size=4),
             CHUNK,
         ),
         ("capped", TIED, ParallelConfig(dp_shard=2, sharding="NO_SHARD", microbatch_size=4), CHUNK),
-        ("capped", DEEP_TIED, ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2), CHUNK),
-        ("in place", GROUPED, ParallelConfig(tp=2), CHUNK),
-        ("gathered by hand", GROUPED, ParallelConfig(tp=2), None),
+        ("capped", DEEP_TIED, ParallelConfig(pp=2, microbatch_size=2, **V_SHAPED), CHUNK),
+        ("in place", GROUPED, ParallelConfig(tp=2, microbatch_size=4), CHUNK),
+        ("gathered by hand", GROUPED, ParallelConfig(tp=2, microbatch_size=4), None),
         # The gradient of transposed logits reaches the logits.
         ("transposed", GROUPED, ParallelConfig(tp=2, microbatch_size=4), None),
         # The loss spares the output that the last operation has saved.
-        ("tanh", GROUPED, ParallelConfig(tp=2), None),
+        ("tanh", GROUPED, ParallelConfig(tp=2, microbatch_size=4), None),
     ],
 }
 

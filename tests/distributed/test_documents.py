@@ -38,7 +38,7 @@ from tests.distributed.training_cases import (
     whole_batch,
 )
 
-STEPS = 8
+STEPS = 5
 PRELOAD = ("torch._inductor.compile_fx",)
 
 

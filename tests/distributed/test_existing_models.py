@@ -51,7 +51,7 @@ from tests.distributed.training_cases import (
 )
 
 PRELOAD = ("transformers.models.qwen2.modeling_qwen2",)
-STEPS = 8
+STEPS = 5
 _SIZES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -93,12 +93,10 @@ FAMILIES = [
 QUICK = ["llama", "mixtral"]  # the others are long tests
 LAYOUTS: list[dict[str, Any]] = [
     {},
-    {"tp": 2},
-    {"pp": 2},
-    {"dp_shard": 2},
     {"tp": 2, "pp": 2, "dp_shard": 2},
 ]
 MORE_LAYOUTS: list[dict[str, Any]] = [
+    *({axis: 2} for axis in ("tp", "pp", "dp_shard")),
     {"pp": 2, "schedule": "zb_h1"},
     {"dp_shard": 2, "zero_stage": 1, "recompute": "every_n", "recompute_every": 2},
     {"dp_shard": 2, "sharding": "NO_SHARD", "tp": 2, "recompute": "full"},
@@ -237,7 +235,7 @@ def test_llama_in_other_layouts(world: Callable, tmp_path: Path) -> None:
 
 
 def test_masked_documents_train_as_if_alone(world: Callable, tmp_path: Path) -> None:
-    assert_same_in(world, model_section("gemma2", tmp_path), LAYOUTS[-1:], "mask")
+    assert_same_in(world, model_section("gemma2", tmp_path), [{"tp": 2, "pp": 2}], "mask")
 
 
 @pytest.mark.long
@@ -261,7 +259,7 @@ def test_compiled_blocks_train_as_in_plain_torch(world: Callable, tmp_path: Path
     )
 
 
-@pytest.mark.parametrize("into", [{"dp_shard": 4}, {"tp": 2, "pp": 2}], ids=str)
+@pytest.mark.parametrize("into", [{"dp_shard": 4}, long({"tp": 2, "pp": 2})], ids=str)
 def test_a_run_resumes_in_another_layout(
     world: Callable, tmp_path: Path, into: dict[str, Any]
 ) -> None:
@@ -322,8 +320,9 @@ def import_and_save(recipe: Recipe, folder: Path, path: Path) -> float:
 
 
 # GPT-NeoX renames a tensor in files. The mixtures stack the experts of the files in memory.
-IMPORTED = ["gpt2", "gpt_neox", "qwen2_moe"]
+IMPORTED = ["gpt_neox", "qwen2_moe"]
 MORE_IMPORTED = [
+    "gpt2",
     "llama",
     "gemma2",
     "mixtral",
@@ -342,7 +341,7 @@ def test_imported_weights_are_exported_bitwise(
     model.save_pretrained(folder)
     own = replace(own, config=str(folder))
     (folder / "generation_config.json").write_text('{"do_sample": true, "top_p": 0.9}')
-    recipe = make_recipe(own, ParallelConfig(tp=2, dp_shard=2, pp=2))
+    recipe = make_recipe(own, ParallelConfig(tp=2, dp_shard=2, pp=2, microbatch_size=2))
     losses = world(8).run(import_and_save, recipe, folder, tmp_path / "saved")
     form = ExportForm(
         model=own,

@@ -24,6 +24,7 @@ LAYOUT = ParallelConfig(
     pp=2,
     dp_shard=2,
     sequence_parallel=True,
+    microbatch_size=2,
 )
 MODELS = FAMILIES | MIXTURES
 IDS = torch.arange(SEQ_LEN) * 7 % 251
@@ -32,14 +33,14 @@ IDS = torch.arange(SEQ_LEN) * 7 % 251
 def train_and_save(
     models: list[ModelConfig], folder: Path, parallel: ParallelConfig, local_sgd: LocalSgdConfig
 ) -> list[list[list[float]] | None]:
-    """Trains each model for three steps, saves it, and returns this tp rank's logits [seq, vocab /
+    """Trains each model for a step, saves it, and returns this tp rank's logits [seq, vocab /
     tp] of each on the last stage."""
     found: list[list[list[float]] | None] = []
     for number, model in enumerate(models):
         recipe = replace(make_recipe(model, parallel, seq_len=SEQ_LEN), local_sgd=local_sgd)
         trainer = make_trainer(recipe)
-        train(trainer, 3)
-        path = folder / f"{number}/step_00000003"
+        train(trainer, 1)
+        path = folder / f"{number}/step_00000001"
         path.parent.mkdir(exist_ok=True)
         save_trainer(trainer, path)
         if local_sgd.sync_every is not None:  # as a run does, all ranks at once

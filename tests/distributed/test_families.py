@@ -207,7 +207,7 @@ SIZES = [(2, name) for name in MODELS] + [(4, "phi3, fewer heads of keys"), (4, 
 
 @pytest.mark.parametrize(
     "size, name",
-    [each if each[1] in QUICK else long(pytest.param(*each)) for each in SIZES],
+    [each if each[1] in QUICK else long(*each) for each in SIZES],
 )
 def test_the_split_model_is_the_whole_one(
     world: Callable,

@@ -56,7 +56,7 @@ from tests.distributed.fuzz_cases import (
 )
 from tests.distributed.training_cases import make_trainer
 
-SHORT = range(8)
+SHORT = range(6)
 LONG = range(300)
 STEPS = 3
 HIDDEN = 32

@@ -39,9 +39,9 @@ from tests.distributed.training_cases import (
 )
 
 Case = tuple[ModelConfig, ParallelConfig, LocalSgdConfig]
-HALF = 6
-STEPS = 14  # three synchronisations, and two steps more
-DILOCO = LocalSgdConfig(sync_every=4)
+HALF = 4
+STEPS = 8  # two synchronisations, and two steps more
+DILOCO = LocalSgdConfig(sync_every=3)
 
 
 def local_sgd_recipe(
@@ -76,7 +76,7 @@ def run_referee(cases: list[Case]) -> list[tuple[Curve, float]]:
 
 
 LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
-    (GROUPED, {"tp": 2, "sequence_parallel": True, "microbatch_size": 2}),
+    (GROUPED, {"tp": 2, "sequence_parallel": True}),
     (DEEP_TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 2}),
     (GROUPED, {"dp_shard": 2}),
     (DEEP_TIED, {"dp_shard": 2, "sharding": "SHARD_OPTIMIZER"}),
@@ -85,7 +85,8 @@ LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
 
 def test_replicas_of_every_kind_train_as_plain_diloco_does(world: Callable) -> None:
     cases = [
-        (model, ParallelConfig(dp_replicate=2, **settings), DILOCO) for model, settings in LAYOUTS
+        (model, ParallelConfig(dp_replicate=2, microbatch_size=2, **settings), DILOCO)
+        for model, settings in LAYOUTS
     ]
     ranks = world(4).run(run_cases, cases)
     for results in ranks:
@@ -120,16 +121,17 @@ def test_resuming_between_synchronisations_is_bitwise_or_in_another_layout_alike
     world: Callable, tmp_path: Path
 ) -> None:
     """Tied weights are on both ends of a pipeline."""
-    path = tmp_path / "step_00000006"
+    path = tmp_path / "step_00000004"
     pipeline = ParallelConfig(
         dp_replicate=2,
         pp=2,
         schedule="zb_v",
         virtual_stages=2,
+        microbatch_size=2,
     )
     uninterrupted = world(4).run(half_and_on, (DEEP_TIED, pipeline, DILOCO), path)[0]
     assert world(4).run(resumed, (DEEP_TIED, pipeline, DILOCO), path)[0][1] == uninterrupted[HALF:]
-    tensor = ParallelConfig(dp_replicate=2, tp=2)
+    tensor = ParallelConfig(dp_replicate=2, tp=2, microbatch_size=2)
     _, curve = world(4).run(resumed, (DEEP_TIED, tensor, DILOCO), path)[0]
     assert curve[0] == pytest.approx(uninterrupted[HALF], rel=1e-6)
     assert losses(curve) == pytest.approx(losses(uninterrupted[HALF:]), rel=1e-5)
@@ -141,7 +143,7 @@ def test_any_number_of_replicas_starts_from_the_outer_parameters(
 ) -> None:
     """Two replicas, then one of a synchronous run, four, and back: what is loaded is always the
     saved outer model."""
-    path = tmp_path / "step_00000006"
+    path = tmp_path / "step_00000004"
     two = (GROUPED, ParallelConfig(dp_replicate=2), DILOCO)
     world(2).run(half_and_on, two, path)
     saved, _ = world(2).run(resumed, two, path)[0]
@@ -151,7 +153,7 @@ def test_any_number_of_replicas_starts_from_the_outer_parameters(
         assert loss == pytest.approx(saved, rel=1e-6)
         assert len(curve) == STEPS - HALF
         assert curve[-1][0] < curve[0][0] + 0.1
-    again = tmp_path / "step_00000007"
+    again = tmp_path / "step_00000005"
     curve = world(2).run(half_and_on, synchronous, again)[0]
     _, apart = world(2).run(resumed, two, again)[0]
     assert apart[0][0] == pytest.approx(curve[HALF][0], rel=1e-6), (
@@ -208,7 +210,7 @@ def test_sixteen_bits_inside_replicas_follow_float32(world: Callable) -> None:
 @pytest.mark.parametrize(
     "changes, parallel, message",
     [
-        ({}, {"dp_replicate": 1}, "local_sgd.sync_every = 4: requires at least 2 replicas"),
+        ({}, {"dp_replicate": 1}, "local_sgd.sync_every = 3: requires at least 2 replicas"),
         ({}, {"sharding": "HYBRID_SHARD"}, "try FULL_SHARD"),
         ({"outer_momentum": 0.0}, {}, "local_sgd.nesterov = true: requires momentum"),
     ],

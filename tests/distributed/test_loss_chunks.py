@@ -31,7 +31,7 @@ from tests.distributed.training_cases import (
 )
 
 STEPS = 4
-CHUNK = 7  # a microbatch's 24 or 96 tokens are no multiple of it
+CHUNK = 7  # a microbatch's 48 or 96 tokens are no multiple of it
 
 
 def train_in_chunks(cases: list[tuple[ModelConfig, ParallelConfig]]) -> list[Curve]:
@@ -68,15 +68,17 @@ def watched_logits() -> Iterator[list[int]]:
         yield seen
 
 
+V2 = {"schedule": "interleaved_1f1b", "virtual_stages": 2}
+V_SHAPED = {"schedule": "zb_v", "virtual_stages": 2}
 CASES = {
     1: [(TIED, ParallelConfig(microbatch_size=4))],
     2: [
         (TIED, ParallelConfig(tp=2, microbatch_size=4, sequence_parallel=True)),
         (GROUPED, ParallelConfig(tp=2, microbatch_size=4)),
-        (TIED, ParallelConfig(dp_shard=2)),
+        (TIED, ParallelConfig(dp_shard=2, microbatch_size=2)),
         (TIED, ParallelConfig(dp_shard=2, sharding="NO_SHARD", microbatch_size=4)),
-        (DEEP_TIED, ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=3)),
-        (DEEP_TIED, ParallelConfig(pp=2, schedule="zb_v", virtual_stages=2)),
+        (DEEP_TIED, ParallelConfig(pp=2, microbatch_size=2, **V2)),
+        (DEEP_TIED, ParallelConfig(pp=2, microbatch_size=2, **V_SHAPED)),
     ],
     4: [
         (
@@ -96,6 +98,7 @@ CASES = {
                 dp_shard=2,
                 schedule="gpipe",
                 gather="microbatch",
+                microbatch_size=2,
             ),
         ),
     ],

@@ -34,7 +34,7 @@ from tests.distributed.training_cases import (
 
 # labels of each sequence: nearly all are in the first half, which is data rank 0's
 REAL = (24, 23, 24, 20, 0, 1, 0, 2)
-STEPS = 5
+STEPS = 3
 
 
 def masked(recipe: Recipe, step: int) -> Batch:
@@ -90,7 +90,8 @@ LAYOUTS = {
             pp=2,
             dp_shard=2,
             schedule="interleaved_1f1b",
-            virtual_stages=3,
+            virtual_stages=2,
+            microbatch_size=2,
         )
     ],
 }

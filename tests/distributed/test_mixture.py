@@ -60,7 +60,7 @@ def stop_and_go_on(path: Path) -> tuple[Curve, Curve, str]:
     """Returns the steps of a run in pp 2, those that go on in dp 2 from the middle of a stage, and
     the refusal to go on with other weights for what has been drawn."""
     trainer = make_trainer(mixed_recipe(ParallelConfig(pp=2, microbatch_size=4)))
-    dp2 = ParallelConfig(dp_shard=2)
+    dp2 = ParallelConfig(dp_shard=2, microbatch_size=4)
     first = train(trainer, MIDDLE)
     save_trainer(trainer, path)
     changed = replace(MIXED, stages=(WeightsConfig(from_step=6, weights=(0.5, 0.5, 0.0)),))

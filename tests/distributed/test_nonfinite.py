@@ -97,7 +97,7 @@ def test_a_run_that_skips_steps_is_the_run_that_does_not_make_them(world: Callab
         two.run(follows_a_run_without_them, both, 1, "layers.1.mlp.up.weight") == [[True, True]] * 2
     )
     assert (
-        two.run(follows_a_run_without_them, [TWO["pp"]], 1, "layers.4.mlp.up.weight")
+        two.run(follows_a_run_without_them, [TWO["pp"]], 1, "layers.3.mlp.up.weight")
         == [[True]] * 2
     )
 
@@ -126,7 +126,7 @@ def named(
 @pytest.mark.parametrize(
     "axis, rank, name, place",
     [
-        ("pp", 0, "layers.2.attention_norm.weight", "pp 0, dp_replicate 0, dp_shard 0, cp 0, tp 0"),
+        ("pp", 0, "layers.1.attention_norm.weight", "pp 0, dp_replicate 0, dp_shard 0, cp 0, tp 0"),
         ("dp", 1, "head.weight", "pp 0, dp_replicate 0, dp_shard 1, cp 0, tp 0"),
     ],
 )
@@ -145,7 +145,7 @@ def test_the_rank_and_the_parameter_of_the_first_bad_gradient_are_named(
 
 def test_replicas_that_train_apart_skip_together_and_name_the_one(world: Callable) -> None:
     apart = ParallelConfig(dp_replicate=2, microbatch_size=4)
-    name = "layers.5.mlp.down.weight"
+    name = "layers.3.mlp.down.weight"
     messages = world(2).run(named, apart, 1, name, LocalSgdConfig(sync_every=2))
     assert messages[0] == messages[1]
     assert f"is that of {name} on rank 1 (" in messages[0]

@@ -38,7 +38,7 @@ from parallel3d.parallel_model import ParallelModel, parallelize
 from parallel3d.schedules.registry import ScheduleName
 
 PRELOAD = ("transformers.models.llama.modeling_llama",)
-VOCAB, HIDDEN, STEPS = 64, 32, 6
+VOCAB, HIDDEN, STEPS = 64, 32, 4
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ LAYOUTS = [
     Layout(
         shards=2,
         sharding="NO_SHARD",
-        microbatches=4,
+        microbatches=2,
     ),
     Layout(
         shards=2,
@@ -227,14 +227,14 @@ LAYOUTS = [
     ),
     Layout(
         shards=2,
-        microbatches=4,
+        microbatches=2,
         optimizer="sgd",
     ),
     Layout(
         replicas=2,
         shards=2,
         sharding="_HYBRID_SHARD_ZERO2",
-        microbatches=4,
+        microbatches=2,
     ),
     Layout(
         tp=2,
@@ -242,14 +242,14 @@ LAYOUTS = [
     ),
     Layout(
         pp=2,
-        microbatches=4,
+        microbatches=2,
         schedule="zb_v",
         virtual_stages=2,
         model="layers",
     ),
     Layout(
         pp=2,
-        microbatches=4,
+        microbatches=2,
         schedule="interleaved_1f1b",
         virtual_stages=2,
         optimizer="sgd",
@@ -257,14 +257,14 @@ LAYOUTS = [
     Layout(
         pp=2,
         shards=2,
-        microbatches=4,
+        microbatches=2,
         model="named",
     ),
     Layout(
         pp=2,
         shards=2,
         tp=2,
-        microbatches=4,
+        microbatches=2,
         model="llama",
         sharding="SHARD_OPTIMIZER",
     ),
@@ -389,7 +389,7 @@ def save_by_dcp(
 def own_steps(
     layout: Layout, path: Path, saves: bool, by_dcp: bool = False
 ) -> list[tuple[float, float]]:
-    """Losses and norms of three steps: after three more and a save, or after a load."""
+    """Losses and norms of two steps: after three more and a save, or after a load."""
     mesh = layout.mesh()
     model = layout.parallelize(mesh)
     optimizer = layout.optimizer_of(model)
@@ -404,7 +404,7 @@ def own_steps(
         with pytest.raises(SaveError, match="already exists"):
             save_checkpoint(path, model, optimizer)
         assert load_checkpoint(path, model, optimizer) == {"step": 3}
-    return train(model, optimizer, mesh, 3)
+    return train(model, optimizer, mesh, 2)
 
 
 @pytest.mark.parametrize(
@@ -415,12 +415,12 @@ def test_checkpoint_of_own_loop_loads_in_any_layout(
     world: Any, tmp_path: Path, sharding: ShardingName, by_dcp: bool
 ) -> None:
     path = tmp_path / "step_3"
-    saved = Layout(pp=2, tp=2, microbatches=4, model="layers", sharding=sharding)
+    saved = Layout(pp=2, tp=2, microbatches=2, model="layers", sharding=sharding)
     expected = world(4).run(own_steps, saved, path, True, by_dcp)[0]
     assert world(4).run(own_steps, saved, path, False, by_dcp)[0] == expected
-    other = Layout(shards=4, microbatches=4, model="layers", sharding=sharding)
+    other = Layout(shards=4, microbatches=2, model="layers", sharding=sharding)
     found = world(4).run(own_steps, other, path, False, by_dcp)[0]
-    for step in range(3):
+    for step in range(2):
         assert found[step] == pytest.approx(expected[step], rel=1e-6)
 
 

@@ -8,6 +8,7 @@ close they are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from tests.distributed.training_cases import (
     DEEP_TIED,
     GROUPED,
     MANY_HEADS,
-    STEPS,
     TIED,
     Curve,
     assert_follows,
@@ -30,6 +30,8 @@ from tests.distributed.training_cases import (
     plain_curve,
     train,
 )
+
+STEPS = 10
 
 
 def run_layout(
@@ -48,15 +50,16 @@ def evaluate_layout(model: ModelConfig, parallel: ParallelConfig) -> tuple[float
     return trainer.evaluate([batch]), trainer.train_step(batch).loss
 
 
+SIX_LAYERS = replace(TIED, layers=6)
 LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
     (GROUPED, {"microbatch_size": 1}),
     (GROUPED, {"recompute": "full", "microbatch_size": 4}),
     (TIED, {"tp": 2, "sequence_parallel": True, "recompute": "full", "microbatch_size": 4}),
     (GROUPED, {"pp": 2, "schedule": "gpipe"}),
-    (DEEP_TIED, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 3}),
+    (SIX_LAYERS, {"pp": 2, "schedule": "interleaved_1f1b", "virtual_stages": 3}),
     (TIED, {"dp_shard": 2, "recompute": "full"}),
     (GROUPED, {"dp_replicate": 2}),
-    (DEEP_TIED, {"pp": 4, "microbatch_size": 1}),  # 6 layers: 1, 2, 2, 1
+    (SIX_LAYERS, {"pp": 4, "microbatch_size": 1}),  # 1, 2, 2 and 1 layers
     (
         DEEP_TIED,
         {
@@ -89,14 +92,14 @@ def test_layout_trains_as_plain_torch_does(
     curves = world(parallel.world_size).run(run_layout, model, parallel)
     for curve in curves:
         assert curve == curves[0], "the ranks do not agree on what they did"
-    assert_follows(curves[0], plain_curve(make_recipe(model, parallel)))
+    assert_follows(curves[0], plain_curve(make_recipe(model, parallel), STEPS))
 
 
 def test_clipping_is_active_and_the_referee_learns() -> None:
     for model in (GROUPED, TIED, DEEP_TIED, MANY_HEADS):
-        curve = plain_curve(make_recipe(model, ParallelConfig()))
+        curve = plain_curve(make_recipe(model, ParallelConfig()), STEPS)
         assert sum(norm > 0.5 for _, norm in curve) >= STEPS // 2
-        assert curve[-1][0] < curve[0][0] - 0.5
+        assert curve[-1][0] < curve[0][0] - 0.3
 
 
 PIPELINE = ParallelConfig(pp=2, schedule="interleaved_1f1b", virtual_stages=2)
@@ -114,5 +117,5 @@ def test_validation_gives_the_loss_of_training_on_the_same_batch(
 def test_rows_that_the_data_ranks_do_not_divide_are_shared_unevenly(world: Callable) -> None:
     """The weights have 32, 48 and 128 rows, which three ranks share."""
     parallel = ParallelConfig(dp_shard=3)
-    reference = plain_curve(make_recipe(TIED, parallel, global_batch_size=6))
+    reference = plain_curve(make_recipe(TIED, parallel, global_batch_size=6), STEPS)
     assert_follows(world(3).run(run_layout, TIED, parallel, 6)[0], reference)

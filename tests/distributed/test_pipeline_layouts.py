@@ -59,7 +59,7 @@ ZB_V = {"pp": 2, "schedule": "zb_v", "virtual_stages": 2}
 LAYOUTS: list[tuple[ModelConfig, dict[str, Any]]] = [
     (GROUPED, {"pp": 2, "schedule": "zb_h1", "recompute": "full"}),
     (GROUPED, {"pp": 2, "stage_boundaries": (0,)}),
-    (DEEP_TIED, {**ZB_V, "schedule": "interleaved_1f1b", "stage_boundaries": (1, 3, 6)}),
+    (DEEP_TIED, {**ZB_V, "schedule": "interleaved_1f1b", "stage_boundaries": (1, 3, 4)}),
     (DEEP_TIED, {**ZB_V, "tp": 2, "sequence_parallel": True}),
     (DEEP, {**ZB_V, "schedule": "interleaved_zb", "dp_shard": 2}),
     (DEEP_TIED, {**ZB_V, "schedule": "dualpipe_v", "dp_shard": 2}),

@@ -32,12 +32,12 @@ from tests.distributed.training_cases import (
     train,
 )
 
-STEPS = 3
+STEPS = 2
 FOUR = ParallelConfig(pp=2, dp_shard=2, microbatch_size=2)
 SPLIT = replace(
     FOUR,
     schedule="interleaved_zb",
-    virtual_stages=3,
+    virtual_stages=2,
     sharding="SHARD_GRAD_OP",
 )
 TP = ParallelConfig(

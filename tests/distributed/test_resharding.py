@@ -43,7 +43,7 @@ LAYOUTS = {
 def trained(parallel: ParallelConfig, path: Path) -> None:
     """Saves a run of two steps, after which no parameter and no state has a value that it started
     with."""
-    trainer = make_trainer(make_recipe(MODEL, parallel))
+    trainer = make_trainer(make_recipe(MODEL, replace(parallel, microbatch_size=2)))
     train(trainer, 2)
     save_trainer(trainer, path)
 

@@ -29,8 +29,8 @@ from tests.distributed.training_cases import (
 
 def generated(parallel: ParallelConfig) -> list[str]:
     """Returns the likeliest text, and two drawn from the five likeliest tokens at each place."""
-    trainer = make_trainer(make_recipe(DEEP_TIED, parallel, sample_tokens=12))
-    train(trainer, 6)
+    trainer = make_trainer(make_recipe(DEEP_TIED, parallel, sample_tokens=6))
+    train(trainer, 4)
     likeliest = trainer.recipe.train
     drawn = replace(likeliest, sample_top_k=5)
     hotter = replace(drawn, sample_temperature=2.0, sample_seed=7)
@@ -51,7 +51,7 @@ def test_every_layout_writes_the_same_text(world: Callable) -> None:
         ),
         ParallelConfig(cp=2, tp=2, microbatch_size=2),
         ParallelConfig(
-            pp=2, dp_shard=2, microbatch_size=2, schedule="interleaved_1f1b", virtual_stages=3
+            pp=2, dp_shard=2, microbatch_size=2, schedule="interleaved_1f1b", virtual_stages=2
         ),
     ):
         assert world(4).run(generated, parallel) == [alone] * 4

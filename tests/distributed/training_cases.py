@@ -67,8 +67,8 @@ GROUPED = ModelConfig(
     vocab=VOCAB,
 )
 TIED = replace(GROUPED, tied_embeddings=True)
-DEEP = replace(GROUPED, layers=6)
-DEEP_TIED = replace(TIED, layers=6)
+DEEP = replace(GROUPED, layers=4)
+DEEP_TIED = replace(TIED, layers=4)
 DROPPED = replace(GROUPED, dropout=0.1, attention_dropout=0.1)
 GPT = ModelConfig(
     architecture="gpt",
@@ -284,10 +284,10 @@ def one_case(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet
     return pytest.param(model, parallel, id=label(parallel, model))
 
 
-def long(case: ParameterSet | str) -> ParameterSet:
-    """Returns the case, marked to run in `make test-long` but not in `make test`."""
-    if isinstance(case, str):
-        case = pytest.param(case)
+def long(*values: object) -> ParameterSet:
+    """Returns the case, or that of the values, marked to run in `make test-long` but not in `make
+    test`."""
+    case = values[0] if isinstance(values[0], ParameterSet) else pytest.param(*values)
     return pytest.param(*case.values, id=case.id, marks=pytest.mark.long)
 
 

@@ -38,7 +38,13 @@ from torch import Tensor
 from parallel3d.mesh import build_mesh
 from parallel3d.tools.bench.counting import as_group, collective_name
 from parallel3d.tools.verify.dry_run import Chunks, ShapesOnly, build_dry
-from parallel3d.tools.verify.fakes import READ_A_VALUE, FakeTensor, cutting_by, world_of_none
+from parallel3d.tools.verify.fakes import (
+    READ_A_VALUE,
+    READ_THE_DEVICE,
+    FakeTensor,
+    cutting_by,
+    world_of_none,
+)
 from parallel3d.torch_private import TorchDispatchMode, tree_iter
 from parallel3d.training.trainer import Trainer
 from tests.fake_cuda.layouts import LAYOUTS
@@ -90,6 +96,8 @@ class Census(TorchDispatchMode):
         return [1.0] * tensor.numel()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is READ_THE_DEVICE:
+            return args[0].fake_device
         kwargs = kwargs or {}
         if func is READ_A_VALUE and args[0].device.type == "cuda":
             self.program.waits[place()] += 1

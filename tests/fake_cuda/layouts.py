@@ -22,11 +22,11 @@ LLAMA = ModelConfig(
     ffn_hidden=64,
     vocab=264,
 )
-DROPPED = replace(LLAMA, dropout=0.1, attention_dropout=0.1)
+DROPPED = replace(LLAMA, layers=1, dropout=0.1, attention_dropout=0.1)
 TIED = replace(LLAMA, layers=4, tied_embeddings=True)
 GPT = ModelConfig(
     architecture="gpt",
-    layers=2,
+    layers=1,
     hidden=32,
     heads=4,
     ffn_hidden=64,
@@ -67,14 +67,14 @@ LAYOUTS: dict[str, Recipe] = {
     "documents": replace(recipe(microbatches=2), data=DataConfig(documents="mask")),
     "gpt, fp16, sgd": recipe(GPT, precision="fp16", optimizer="sgd"),
     "dropout, recompute": recipe(DROPPED, recompute="full"),
-    "muon, sharded, tp": recipe(optimizer="muon", dp_shard=2, **TP),
+    "muon, sharded, tp": recipe(replace(LLAMA, layers=1), optimizer="muon", dp_shard=2, **TP),
     BLOCKS[0]: recipe(**TP),
     BLOCKS[1]: recipe(replace(LLAMA, layers=3), **TP),
     "tp 2, copies of heads": recipe(replace(LLAMA, kv_heads=1), tp=2),
     "NO_SHARD": recipe(dp_replicate=2, sharding="NO_SHARD"),
     "SHARD_OPTIMIZER": recipe(dp_shard=2, sharding="SHARD_OPTIMIZER"),
-    "HYBRID_SHARD": recipe(dp_replicate=2, dp_shard=2, microbatches=2),
+    "HYBRID_SHARD": recipe(replace(LLAMA, layers=1), dp_replicate=2, dp_shard=2, microbatches=2),
     "offload, tp": recipe(dp_shard=2, offload=True, **TP),
-    "offload, tied": recipe(TIED, offload=True, **PP),
+    "offload, tied": recipe(replace(TIED, layers=2), offload=True, **PP),
     "zb_v, tied": recipe(TIED, schedule="zb_v", virtual_stages=2, **PP),
 }
