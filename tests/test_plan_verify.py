@@ -132,7 +132,7 @@ LAYOUTS = {
         GPT,
         replace(LARGE, sharding="SHARD_OPTIMIZER", recompute="selective"),
         "bf16",
-        4,
+        2,
     ),
     "zero bubble": (
         LLAMA,

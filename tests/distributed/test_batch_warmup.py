@@ -35,7 +35,6 @@ LAYOUTS = {
             microbatch_size=2,
         ),
         ParallelConfig(dp_shard=2),
-        ParallelConfig(cp=2),
         ParallelConfig(
             pp=2,
             schedule="interleaved_1f1b",

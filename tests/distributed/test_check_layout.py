@@ -335,7 +335,8 @@ def test_a_model_of_the_users_is_the_same(
     assert comparison.first is None, comparison.first
 
 
-def test_a_planted_fault_is_named(checked: Callable) -> None:
+@pytest.mark.parametrize("half", [0, long(1)])
+def test_a_planted_fault_is_named(checked: Callable, half: int) -> None:
     sequence_parallel = small("quickstart", **SEQUENCE)
     tied = small("quickstart", pp=2, tied=True)
     split = small("quickstart", cp=2)
@@ -370,7 +371,7 @@ def test_a_planted_fault_is_named(checked: Callable) -> None:
         "one rank's experts saved for all": (mixture, 0, "initial weight of layers.0.mlp.experts"),
     }
     assert faults.keys() == PATCHES.keys()
-    for fault, (job, step, what) in faults.items():
+    for fault, (job, step, what) in [*faults.items()][half::2]:
         first = checked(job, fault).first
         assert first is not None and first.step == step, fault
         assert f"{first.what} of {first.name}".startswith(what), fault

@@ -33,7 +33,7 @@ BOTH = [
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the files of the page, whose model trains a few steps."""
-    monkeypatch.setattr(conformance, "STEPS", 3)
+    monkeypatch.setattr(conformance, "STEPS", 2)
     monkeypatch.setattr(sys, "path", [*sys.path])
     for text, name in re.findall(r"```python\n(# (\S+)\n.*?)```", PAGE.read_text(), re.DOTALL):
         (tmp_path / name).write_text(text)

@@ -217,7 +217,7 @@ def test_a_family_trains_as_in_plain_torch(world: Callable, family: str, tmp_pat
     assert_same_in(world, model_section(family, tmp_path), layouts)
 
 
-@pytest.mark.parametrize("model", [NANO, GROUPED], ids=["nanoGPT", "grouped"])
+@pytest.mark.parametrize("model", [NANO, long(GROUPED)], ids=["nanoGPT", "grouped"])
 def test_a_users_model_trains_as_in_plain_torch(world: Callable, model: ModelConfig) -> None:
     assert_same_in(world, model, LAYOUTS)
 

@@ -183,7 +183,7 @@ CASES = [case(*each) for each in LAYOUTS]
 CASES += [long(case(*each)) for each in LONG]
 CASES += [
     case(SHARED, {"dp_shard": 4, "ep": 2}, optimizer=MUON),
-    case(ALL, {"dp_shard": 4, "ep": 4}),
+    long(case(ALL, {"dp_shard": 4, "ep": 4})),
 ]
 
 

@@ -117,15 +117,14 @@ CASES = {
         attention("sliding window, yarn", 4, rotary=YARN, window=3),
         attention("documents", 2, rotary=PLAIN, packed=True, recompute=True),
         attention("documents, window", 8, packed=True, window=3),
-        attention("bidirectional", 4, rotary=PLAIN, causal=False),
         attention(
             "bidirectional, window",
             2,
+            rotary=PLAIN,
             causal=False,
             window=3,
             recompute=True,
         ),
-        attention("a mask", 8, mask=NOT_THIRD),
         attention("a mask, bidirectional", 2, mask=NOT_THIRD, causal=False),
     ],
 }

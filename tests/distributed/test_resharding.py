@@ -84,10 +84,7 @@ def saved(world: Callable, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 @pytest.mark.parametrize(
     "into",
-    [
-        pytest.param(name, marks=[] if name in ("one", "tp2-pp2") else pytest.mark.long)
-        for name in LAYOUTS
-    ],
+    [pytest.param(name, marks=[] if name == "tp2-pp2" else pytest.mark.long) for name in LAYOUTS],
 )
 def test_every_layout_saves_again_what_any_layout_saved(
     world: Callable, saved: dict[str, Path], tmp_path: Path, into: str

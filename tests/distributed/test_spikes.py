@@ -41,6 +41,7 @@ from tests.distributed.training_cases import (
     STEPS,
     VOCAB,
     assert_follows,
+    long,
     make_loader,
     make_recipe,
     make_trainer,
@@ -178,7 +179,7 @@ def rolled_back_and_without(recipe: Recipe, folder: Path) -> tuple[Ended, Ended]
 
 
 LAYOUTS = [
-    (ONE, {}),
+    long(ONE, {}),
     (
         ParallelConfig(dp_shard=2, microbatch_size=4),
         {"checkpoint": CheckpointConfig(every=6, in_background=True)},
