@@ -243,7 +243,7 @@ def test_a_program_with_all_axes_trains_the_same_model_on_eight_processes_as_on_
     path = tmp_path / name
     path.write_text(program(name))
     one, eight = (losses_of(world(size).run(run_program, path)[0]) for size in (1, 8))
-    assert one[-1] < 0.7 * one[0]
+    assert one[-1] < 0.8 * one[0]
     assert eight == pytest.approx(one, rel=tolerance)
 
 
