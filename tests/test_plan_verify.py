@@ -22,7 +22,7 @@ from tests.distributed.training_cases import long
 from tests.plan_json import error_line
 
 LLAMA = ModelConfig(
-    layers=4,
+    layers=6,
     hidden=4096,
     heads=32,
     kv_heads=8,
@@ -141,7 +141,7 @@ LAYOUTS = {
         3,
     ),
     "one pipeline rank in float32": (GPT, ParallelConfig(dp_shard=8, tp=2), "fp32", 1),
-    "gathered and reduced for each microbatch": (replace(LLAMA, layers=8), EACH, "bf16", 3),
+    "gathered and reduced for each microbatch": (replace(LLAMA, layers=12), EACH, "bf16", 3),
     "on one GPU, parameters on the CPU": (GPT, ParallelConfig(offload=True), "bf16", 2),
     "one stage after the other": (
         LLAMA,
