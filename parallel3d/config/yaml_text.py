@@ -49,8 +49,8 @@ class PlainLoader(yaml.SafeLoader):
 
 @cache
 def load_plain(text: str) -> Any:
-    """Returns the tree of a plain YAML text, such as that of a hardware file, which many published
-    cases name. All calls share it, so do not change it."""
+    """Returns the tree of a plain YAML text. Cached, because many published cases name the same
+    hardware file. Calls with the same text share one tree, so do not change it."""
     return yaml.load(text, PlainLoader)
 
 

@@ -33,8 +33,8 @@ IDS = torch.arange(SEQ_LEN) * 7 % 251
 def train_and_save(
     models: list[ModelConfig], folder: Path, parallel: ParallelConfig, local_sgd: LocalSgdConfig
 ) -> list[list[list[float]] | None]:
-    """Trains each model for a step, saves it, and returns this tp rank's logits [seq, vocab /
-    tp] of each on the last stage."""
+    """Trains each model for one step and saves it. Returns this tp rank's logits [seq, vocab / tp]
+    of each model, or None if it is not on the last stage."""
     found: list[list[list[float]] | None] = []
     for number, model in enumerate(models):
         recipe = replace(make_recipe(model, parallel, seq_len=SEQ_LEN), local_sgd=local_sgd)

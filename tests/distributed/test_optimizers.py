@@ -150,8 +150,8 @@ def test_a_layout_trains_as_torch_does_in_one_process(world: Callable, layout: s
 
 
 def first_half(path: Path) -> dict[str, Curve]:
-    """Runs two steps, saves a checkpoint, and runs two more. Returns for each optimizer the
-    curve of the last two."""
+    """Runs two steps of each optimizer, saves a checkpoint, and runs two more. Returns the curves
+    of the last two."""
     results = {}
     for name in OPTIMIZERS | NARROW:
         trainer = make_trainer(recipe_of(name, GROUPED, SHARDED))

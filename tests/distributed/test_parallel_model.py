@@ -389,7 +389,8 @@ def save_by_dcp(
 def own_steps(
     layout: Layout, path: Path, saves: bool, by_dcp: bool = False
 ) -> list[tuple[float, float]]:
-    """Losses and norms of two steps: after three more and a save, or after a load."""
+    """Returns the losses and norms of two steps, which follow three others and a save if `saves`,
+    and otherwise a load."""
     mesh = layout.mesh()
     model = layout.parallelize(mesh)
     optimizer = layout.optimizer_of(model)

@@ -28,8 +28,8 @@ def virtual_stages_of(name: ScheduleName) -> list[int]:
 
 
 def draw_cases(size: int) -> list[tuple[ScheduleName, int, int]]:
-    """Returns tuples of schedule, virtual stages and microbatches. The last number is drawn: one
-    small, one larger than the pipeline."""
+    """Returns tuples of schedule, virtual stages and microbatches. Two numbers of microbatches are
+    drawn for each schedule: one of at most `size`, and a larger one."""
     drawn = random.Random(size)
     return [
         (name, v, microbatches)

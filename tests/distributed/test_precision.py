@@ -148,8 +148,8 @@ def test_a_resumed_run_goes_on_with_its_scale_to_the_bit(world: Callable, tmp_pa
 
 
 def round_with(parallel: ParallelConfig) -> list[tuple[float, float]]:
-    """What five steps of each optimizer take off the first batch's loss, in pure bf16 and
-    in float32."""
+    """Returns by how much five steps of each optimizer reduce the first batch's loss, in pure bf16
+    and in float32."""
     found = []
     for name, state_dtype in (("adamw", "fp32"), ("sgd", None), ("muon", None)):
         gains = []

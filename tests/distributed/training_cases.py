@@ -56,8 +56,8 @@ BATCH = 8
 STEPS = 20
 END_OF_TEXT = ord("e")  # with data.documents = mask: it cuts most sequences
 
-# A first block, one in the middle and a last one: more of them only take longer. DEEP is for
-# pipelines of more stages.
+# Three blocks: a first, a middle and a last one. More would only slow the tests. DEEP has four,
+# for pipelines of four stages, real or virtual.
 GROUPED = ModelConfig(
     layers=3,
     hidden=32,
@@ -285,8 +285,8 @@ def one_case(model: ModelConfig, settings: Mapping[str, object]) -> ParameterSet
 
 
 def long(*values: object) -> ParameterSet:
-    """Returns the case, or that of the values, marked to run in `make test-long` but not in `make
-    test`."""
+    """Returns a case marked to run in `make test-long` but not in `make test`. `values` holds an
+    existing case, or the values of a new one."""
     case = values[0] if isinstance(values[0], ParameterSet) else pytest.param(*values)
     return pytest.param(*case.values, id=case.id, marks=pytest.mark.long)
 

@@ -143,7 +143,7 @@ class Ledger(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage_id(storage)
         if key in self._pieces or tensor.is_meta:
-            return  # A meta tensor has no memory in a real run either.
+            return  # Unlike other fake tensors, a meta tensor has no memory in a real run.
         watch = weakref.ref(storage, lambda _: self._grow(self._pieces.pop(key), 0))
         self._pieces[key] = _Piece(0, self._phase, self._action, watch)
         self._grow(self._pieces[key], storage.nbytes())
