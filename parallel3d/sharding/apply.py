@@ -114,9 +114,12 @@ def shard(
                 sent = values.to(mesh.device_type).contiguous()
                 dist.broadcast(sent, group=over.every.group, group_src=0)
                 values.copy_(sent)
-    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
-    if reduction.split and scalars:
-        raise ValueError(f"{scalars[0]}: a scalar cannot be sharded; give it the shape [1]")
+    for name, parameter in model.named_parameters() if reduction.split else ():
+        if parameter.ndim == 0 or parameter.numel() == 0:
+            raise ValueError(
+                f"{name} {list(parameter.shape)}: a scalar or empty parameter cannot be sharded; "
+                "give it the shape [1]"
+            )
     if strategy in REPLICATED or is_alone:
         return ReplicatedData(model, wrap, reduction, options, of_experts)
     layers = axes_of(mesh).get(Role.SPLIT_LAYERS, ONE_RANK)

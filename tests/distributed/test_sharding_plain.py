@@ -251,15 +251,23 @@ def refusals() -> list[str]:
     data, tp = (
         init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("dp_shard", "dp")
     )
+    cases = [
+        (Net(), data, "FULLSHARD"),
+        (Net(), tp, "FULL_SHARD"),
+        (nn.ParameterList([torch.ones(())]), data, "SHARD_OPTIMIZER"),
+        (nn.ParameterList([torch.ones(0, 3)]), data, "SHARD_OPTIMIZER"),
+    ]
     said = []
-    for mesh, strategy in ((data, "FULLSHARD"), (tp, "FULL_SHARD")):
+    for model, mesh, strategy in cases:
         with pytest.raises(ValueError) as error:
-            shard(Net(), mesh, cast(ShardingName, strategy))
+            shard(model, mesh, cast(ShardingName, strategy))
         said.append(str(error.value))
     return said
 
 
-def test_a_wrong_strategy_or_mesh_is_refused(world: Callable) -> None:
-    strategy, mesh = world(2).run(refusals)[0]
+def test_a_wrong_strategy_mesh_or_parameter_is_refused(world: Callable) -> None:
+    strategy, mesh, scalar, empty = world(2).run(refusals)[0]
     assert strategy.startswith("strategy = 'FULLSHARD': must be one of NO_SHARD, SHARD_OPTIMIZER")
     assert mesh.startswith("mesh with the axes ['dp']: one must be called dp_replicate or dp_shard")
+    assert scalar.startswith("0 []: a scalar or empty parameter cannot be sharded")
+    assert empty.startswith("0 [0, 3]: a scalar or empty parameter cannot be sharded")
