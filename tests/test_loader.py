@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -70,7 +70,6 @@ def whole_loader(division: Division, seed: int | None) -> BatchLoader:
     return replace(loader(seed=seed), global_batch_size=size)
 
 
-@settings(deadline=None)
 @given(divisions, steps, st.one_of(st.none(), st.integers(0, 2**40)))
 def test_the_global_batch_is_the_same_however_it_is_divided(
     division: Division, step: int, seed: int | None
@@ -86,7 +85,6 @@ def test_the_global_batch_is_the_same_however_it_is_divided(
     assert sequences(*shares) == sequences(whole.batch(step))
 
 
-@settings(deadline=None)
 @given(steps)
 def test_labels_are_the_inputs_one_token_later(step: int) -> None:
     batch = loader().batch(step)
@@ -154,7 +152,6 @@ def test_batches_made_ahead_are_the_loaders_own_also_where_their_size_changes() 
         assert torch.equal(batch.samples, expected.samples)
 
 
-@settings(deadline=None)
 @given(divisions, st.integers(1, 142))
 def test_an_evaluation_reads_each_of_its_sequences_once_in_every_division(
     division: Division, sequences: int
@@ -177,7 +174,6 @@ ranges = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(divisions, st.lists(ranges, min_size=1, max_size=5), st.integers(0, 20))
 def test_the_batches_without_some_samples_are_the_stream_without_them_however_divided(
     division: Division, skipped: list[SequenceRange], step: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel3d.planner.time.pipeline import closed_form_s, pipeline_s
@@ -17,7 +17,6 @@ from parallel3d.timeline.simulate import ActionTimes, StageTimes, simulate
 EVEN = StageTimes(forward=1.0, input=1.0, weight=1.0)
 
 
-@settings(deadline=None)
 @given(pp=st.integers(2, 4), times=st.lists(st.floats(0.5, 2.0), min_size=4, max_size=4))
 def test_a_long_step_is_extrapolated_well(pp: int, times: list[float]) -> None:
     stages = [StageTimes(forward=t, input=t, weight=t) for t in times[:pp]]
@@ -27,7 +26,6 @@ def test_a_long_step_is_extrapolated_well(pp: int, times: list[float]) -> None:
     assert pipeline_s("1f1b", pp, microbatches, stages, 0.1) == pytest.approx(exact, rel=3e-2)
 
 
-@settings(deadline=None)
 @given(pp=st.integers(1, 6), rounds=st.integers(1, 6))
 def test_the_closed_form_is_near_the_simulation(pp: int, rounds: int) -> None:
     stages = [EVEN] * pp
@@ -47,7 +45,6 @@ def test_the_closed_form_is_near_the_simulation(pp: int, rounds: int) -> None:
         ("zb_v", 2),
     ],
 )
-@settings(deadline=None)
 @given(pp=st.integers(2, 6), rounds=st.integers(1, 5))
 def test_live_microbatches_are_those_of_the_schedule(
     name: ScheduleName, virtual: int, pp: int, rounds: int

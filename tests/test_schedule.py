@@ -55,7 +55,6 @@ def test_the_gradient_of_a_split_backward_goes_to_the_half_that_takes_it() -> No
     assert (1, 1) not in mixed.transfers
 
 
-@settings(deadline=None)
 @given(schedule=built())
 def test_every_builder_is_proved_for_any_size(schedule: Schedule) -> None:
     """Proves the order, and checks what is derived from it."""
@@ -72,7 +71,6 @@ def test_every_builder_is_proved_for_any_size(schedule: Schedule) -> None:
     assert sum(map(len, schedule.transfers.values())) == 2 * between * microbatches
 
 
-@settings(deadline=None)
 @given(schedule=built())
 @example(build_schedule("interleaved_1f1b", pp=4, microbatches=8, virtual_stages=2))
 def test_memory_is_as_the_papers_tables_say(schedule: Schedule) -> None:
@@ -107,7 +105,7 @@ def test_refuses_numbers_that_make_no_schedule() -> None:
         build_schedule("zb", pp=2, microbatches=1)  # type: ignore[arg-type]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(schedule=built(), data=st.data())
 def test_a_receive_may_be_posted_after_exactly_what_comes_before_its_sender(
     schedule: Schedule, data: st.DataObject

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from test_schedule import built
 
 from parallel3d.errors import ScheduleError
@@ -13,7 +13,6 @@ from parallel3d.schedules.csv_file import from_csv, load_schedule, to_csv
 from parallel3d.schedules.schedule import Schedule
 
 
-@settings(deadline=None)
 @given(schedule=built())
 def test_a_schedule_survives_its_file(schedule: Schedule) -> None:
     assert from_csv(to_csv(schedule), name=schedule.name) == schedule

@@ -22,7 +22,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outgoing, Incoming]:
     return Outgoing(folder, 1), incoming
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(0, LARGEST_BYTES // 4 - 32), max_size=20),
     takes=st.lists(st.booleans(), max_size=30),

@@ -6,7 +6,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_schedule import built
 
@@ -112,7 +112,6 @@ def test_each_stage_has_its_own_times_and_each_way_its_own_cost() -> None:
     )
 
 
-@settings(deadline=None)
 @given(schedule=built(), data=st.data())
 def test_no_action_begins_before_what_it_needs_or_while_its_rank_works(
     schedule: Schedule, data: st.DataObject

@@ -126,7 +126,6 @@ def test_a_rank_has_its_part_of_the_whole_attention(world: Callable, cp: int) ->
 
     @settings(
         max_examples=25,
-        deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )

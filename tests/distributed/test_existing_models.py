@@ -65,7 +65,6 @@ _SIZES = {
     "eos_token_id": None,
 }
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 128}
-_QUIET = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 _MORE: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 7},

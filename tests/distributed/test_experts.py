@@ -374,7 +374,6 @@ def test_the_layer_is_a_plain_loop_over_its_experts(world: Callable, ranks: int,
 
     @settings(
         max_examples=8,
-        deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
