@@ -30,8 +30,8 @@ class World:
     _workers: Sequence[tuple[BaseProcess, Connection]]
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """What `function(*args)` returns on each rank. A rank that raises fails the test with its
-        own traceback, also where another one waits for it without end."""
+        """Returns the result of `function(*args)` on each rank. If a rank raises, the test fails
+        with its traceback, even if another rank hangs."""
         store = tempfile.mktemp(dir=self._folder)
         for _, pipe in self._workers:
             pipe.send((function, args, store))
@@ -42,7 +42,7 @@ class World:
                 answers.append(pipe.recv())
             else:
                 answers.append((f"did not answer within {_LONGEST_JOB_S:.0f} s", None))
-                patience_s = 0.0  # only errors that are there already, one of which may be why
+                patience_s = 0.0  # the error that made it hang may already be in a later pipe
         if not patience_s:
             self.close()  # a late answer would be taken for that of the next job
         failed = [
